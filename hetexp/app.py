@@ -478,6 +478,7 @@ def _with_devices(
     from hetexp.core.config import for_devices
     from hetexp.plan.fallback import fall_back
     from hetexp.plan.planner import check_plan
+    from hetexp.training.streams import check_stream
 
     config, request = spec.config, spec.request
     problems += _check_run(spec, ranks.has_run_folder(config))
@@ -502,6 +503,7 @@ def _with_devices(
     built = not (components["strategy"] or components["balancing"])
     if built:
         spec = fall_back(spec)
+    problems += check_stream(spec.strategy, spec.config) if usable else []
     problems += check_plan(spec, built) if ranks.complete else selection.problems
     if ranks.complete and usable and not any(problem.startswith("`strategy") for problem in problems):
         problems += spec.strategy.check_model(spec.config)

@@ -37,6 +37,11 @@ class StepMessage:
         due by its clock. Set on all ranks or on none."""
         self.noticed = (0, 0, 0)
         """Rank 0's notices in the last message; the same on every rank."""
+        self.drawn: tuple[float, ...] | None = None
+        """Numbers of the samples that this rank has drawn of a stream, which must be equal on all ranks; set
+        on all ranks or on none."""
+        self.all_drawn: list[list[float]] = []
+        """Each rank's numbers in the last message."""
         self.window: tuple[torch.Tensor | float, float] | None = None
         """This rank's sum and count of the loss since the last log line, if all ranks must know the mean
         before any of them changes its weights."""
@@ -60,6 +65,10 @@ class StepMessage:
             seconds = torch.zeros(self._communicator.world_size, dtype=torch.float64)
             seconds[self._communicator.rank] = self.seconds
             numbers = torch.cat([numbers, seconds])
+        if self.drawn is not None:
+            drawn = torch.zeros(self._communicator.world_size, len(self.drawn), dtype=torch.float64)
+            drawn[self._communicator.rank] = torch.tensor(self.drawn, dtype=torch.float64)
+            numbers = torch.cat([numbers, drawn.view(-1)])
         self._pending = self._communicator.all_reduce_async(numbers)
 
     def receive(self) -> float:
@@ -73,6 +82,11 @@ class StepMessage:
         if self.notices is not None:
             epoch, request, due, *more = more
             self.noticed = int(epoch), int(request), int(due)
+        if self.drawn is not None:
+            size = len(self.drawn)
+            start = len(more) - size * self._communicator.world_size
+            self.all_drawn = [more[place : place + size] for place in range(start, len(more), size)]
+            more = more[:start]
         self.all_seconds = more
         return whole(parts, rest)
 

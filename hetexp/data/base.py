@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from hetexp.data.samples import Collate
+    from hetexp.data.streams.stream import Stream
 
 EVALUATION_SPLITS = ("validation", "evaluation", "eval", "val", "test")
 """Names of evaluation data among several data sets, in the order in which they are looked for."""
@@ -30,7 +31,8 @@ class DataSource(Protocol):
     samples draw no random numbers of torch, NumPy or Python and two threads may read them at a time: then a
     thread loads them while the step computes (`hetexp.data.loader`). If the shape of samples depends on the
     other samples of a call, a method `same_shape` returns the same samples in the shape of the largest one of
-    training and evaluation (`hetexp.data.padded`).
+    training and evaluation (`hetexp.data.padded`). A stream (`torch.utils.data.IterableDataset`, or another
+    class with `__iter__`) is wrapped: `hetexp.data.streams.stream.Stream`.
     """
     evaluation: Dataset[Any] | None
     """Data like `train`; `None`: no evaluation."""
@@ -54,14 +56,14 @@ class Data:
 def build_data(node: Mapping[str, Any]) -> Data:
     """Build the data that the `data` section describes.
 
-    A plain map-style dataset is training data without evaluation; its `facts` are used if it has any. So is a
-    mapping with `train`, as `datasets.load_dataset` gives, whose other splits may be evaluation data.
+    A plain data set is training data without evaluation; its `facts` are used if it has any. So is a mapping
+    with `train`, as `datasets.load_dataset` gives, whose other splits may be evaluation data.
 
     Args:
         node: the section, with `_target_`.
 
     Raises:
-        ConfigError: `_target_` builds neither a data source nor a map-style dataset.
+        ConfigError: `_target_` builds neither a data source nor a data set.
     """
     import torch
 
@@ -75,23 +77,26 @@ def build_data(node: Mapping[str, Any]) -> Data:
     facts = getattr(built, "facts", {})
     source = None
     # Many published datasets have a flag named `train`: only data under that name makes a source.
-    if _is_map_style(getattr(built, "train", None)):
+    if as_data(getattr(built, "train", None)) is not None:
         train, evaluation, source = (
             built.train,
             getattr(built, "evaluation", None),
             getattr(built, "source", None),
         )
-    elif isinstance(built, Mapping) and _is_map_style(built.get("train")):
+    elif isinstance(built, Mapping) and as_data(built.get("train")) is not None:
         splits = [built[name] for name in EVALUATION_SPLITS if name in built]
         train, evaluation = built["train"], next(iter(splits), None)
-    elif _is_map_style(built):
+    elif as_data(built) is not None:
         train, evaluation = built, None
     else:
         raise ConfigError(_no_data(built))
-    if evaluation is not None and not _is_map_style(evaluation):
-        raise ConfigError(must_build("data._target_", "map-style evaluation data or none", evaluation))
+    if evaluation is not None and as_data(evaluation) is None:
+        accepted = "evaluation data that is a data set or a stream, or none"
+        raise ConfigError(must_build("data._target_", accepted, evaluation))
     wanted = keys.get("evaluation")
-    train, evaluation = _with_evaluation(in_torch(train), in_torch(evaluation), wanted, seed)
+    train, evaluation = as_data(in_torch(train)), as_data(in_torch(evaluation))
+    assert train is not None, "as checked"
+    train, evaluation = _with_evaluation(train, evaluation, wanted, seed)
     return Data(train, evaluation, facts, source, collate=build_collate(keys))
 
 
@@ -106,12 +111,16 @@ def _with_evaluation(
     if wanted is None:
         return train, evaluation
     if isinstance(wanted, Mapping):
-        evaluation = in_torch(instantiate(wanted))
-        if not _is_map_style(evaluation):
-            raise ConfigError(must_build("data.evaluation._target_", "a map-style dataset", evaluation))
+        built = in_torch(instantiate(wanted))
+        evaluation = as_data(built)
+        if evaluation is None:
+            raise ConfigError(must_build("data.evaluation._target_", "a data set or a stream", built))
         return train, evaluation
     if evaluation is not None:
         raise ConfigError(must_be("data.evaluation", "null if the data has evaluation data itself", wanted))
+    if stream_of(train) is not None:
+        accepted = "null or evaluation data of its own if `data` is a stream, of which no part can be drawn"
+        raise ConfigError(must_be("data.evaluation", accepted, wanted))
     from torch.utils.data import Subset
 
     from hetexp.data.sampler import random_order
@@ -132,9 +141,12 @@ def in_torch(dataset: Any) -> Any:
     """
     kind = type(dataset)
     is_theirs = kind.__module__.partition(".")[0] == "datasets" and hasattr(kind, "with_format")
-    if not is_theirs or dataset.format["type"] is not None:
+    if not is_theirs:
         return dataset
-    return dataset.with_format("torch")
+    chosen = getattr(dataset, "_formatting", None)  # of a stream, which has no `format`
+    if hasattr(dataset, "format"):
+        chosen = dataset.format["type"]
+    return dataset if chosen is not None else dataset.with_format("torch")
 
 
 def check_samples(node: Mapping[str, Any]) -> list[str]:
@@ -167,6 +179,37 @@ def _check_collate(node: Mapping[str, Any], key: str) -> list[str]:
     return check_component("data.collate", {**node, "_target_": target, **partial})
 
 
+def as_data(value: Any) -> Dataset[Any] | None:
+    """Return a data set as the loader reads it, a stream wrapped as such; `None` if the value is neither."""
+    from hetexp.data.streams.stream import Stream, is_stream
+
+    if isinstance(value, Stream):
+        return value
+    if is_stream(value):
+        return Stream(value)
+    data: Dataset[Any] | None = value if _is_map_style(value) else None
+    return data
+
+
+def stream_of(dataset: Dataset[Any] | None) -> Stream | None:
+    """Return the data if it is a stream; else its samples have a number and an index each."""
+    from hetexp.data.streams.stream import Stream
+
+    return dataset if isinstance(dataset, Stream) else None
+
+
+def size_of(dataset: Dataset[Any]) -> int | None:
+    """Return the number of samples; `None` for a stream of unknown length."""
+    stream = stream_of(dataset)
+    return len(dataset) if stream is None else stream.length  # type: ignore[arg-type]
+
+
+def indexed(dataset: Dataset[Any], count: int) -> Dataset[Any]:
+    """Return data whose first samples have indices: a data set itself, or `count` samples of a stream."""
+    stream = stream_of(dataset)
+    return dataset if stream is None else stream.first(count)  # type: ignore[return-value]  # a list has indices
+
+
 def same_shape(dataset: Dataset[Any]) -> Dataset[Any]:
     """Return the data with samples of one shape; `dataset` itself unless it has a method `same_shape`.
 
@@ -184,7 +227,7 @@ def _no_data(built: Any) -> str:
         names = ", ".join(map(str, built))
         fix = "Choose one with +data.split=… if the class takes it."
         return f"`data._target_` must build data with a split `train`, but its splits are {names}. {fix}"
-    accepted = "a data source or a map-style dataset (`__len__` and `__getitem__`)"
+    accepted = "a data source, a data set (`__len__` and `__getitem__`) or a stream (`IterableDataset`)"
     return must_build("data._target_", accepted, built)
 
 

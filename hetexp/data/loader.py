@@ -1,4 +1,8 @@
-"""This rank's microbatches, one global batch after another, and their way to the device."""
+"""This rank's microbatches, one global batch after another, and their way to the device.
+
+A data set is asked for this rank's samples alone. A stream is walked by every rank, in the rank itself or in
+one loader process, and the samples of other ranks are dropped as they came.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils import worker
 
 from hetexp.core.split import Split
 from hetexp.data.in_memory import Rows, rows_of
@@ -22,6 +27,7 @@ from hetexp.data.page_locked import PageLocked
 from hetexp.data.prefetch import is_prefetchable, prefetched
 from hetexp.data.sampler import GlobalSampler, Indices, Position
 from hetexp.data.samples import Collate, read
+from hetexp.data.streams.stream import Held, Stream, StreamSampler
 
 PREFETCH = 2
 """Microbatches that each process of a `DataLoader` loads ahead; torch's default."""
@@ -44,6 +50,10 @@ class LocalBatch:
     """Indices of each microbatch's samples in the training data."""
     counts: tuple[int, ...] = ()
     """Number of samples of every rank."""
+    last: bool = False
+    """Whether the data has no further batch."""
+    drawn: tuple[float, float] | None = None
+    """What all ranks must have drawn alike (`StreamSampler`); `None` unless they walk a stream."""
 
 
 def cut(num_samples: int, accumulate: int, microbatch_size: int | None) -> list[int]:
@@ -78,7 +88,7 @@ def local_batches(
     page_locked: bool = False,
     threaded: bool = True,
 ) -> Generator[LocalBatch, None, None]:
-    """Yield this rank's part of the next `num_steps` global batches.
+    """Yield this rank's part of the next `num_steps` global batches, fewer if the data ends before.
 
     Processes load the samples if `num_workers` is above 0. Otherwise a thread loads them, a step ahead, if
     that changes no result (`is_prefetchable`, default collate function); else they are loaded on demand. The
@@ -89,16 +99,23 @@ def local_batches(
         split: maps the number of a step and the size of its global batch to every rank's count. It is called
             once a step, in order, at most `read_ahead` steps beyond the last yielded batch, maybe by the
             thread.
-        num_workers: processes that load samples ahead.
+        num_workers: processes that load samples ahead; one of them for a stream.
         first_step: number of the first step.
         collate: makes a microbatch of a list of samples; one that is no `Collate` need not make a pair.
         prefetch_factor: microbatches that each process loads ahead.
         page_locked: whether microbatches lie in page-locked memory.
         threaded: whether a thread may be used.
     """
-    drawn = _drawn(sampler, start, num_steps, split, rank, accumulate, microbatch_size, first_step)
+    parts = Parts(split, rank, accumulate, microbatch_size)
+    drawn = _drawn(sampler, start, num_steps, parts, first_step)
     if num_workers:
         seeds = torch.Generator().manual_seed(torch.initial_seed() + first_step) if first_step else None
+        if isinstance(sampler, StreamSampler):
+            steps = range(first_step, first_step + num_steps)
+            options = {"prefetch_factor": prefetch_factor, "pin_memory": page_locked, "generator": seeds}
+            walk, memory = _Walk(sampler, start, collate), PageLocked(page_locked)
+            yield from _by_one_process(walk, steps, parts, memory, options)
+            return
         yield from _by_processes(dataset, drawn, collate, num_workers, prefetch_factor, page_locked, seeds)
         return
     # torch's `DataLoader` draws a number when it begins; without this, dropout would depend on `num_workers`.
@@ -121,7 +138,7 @@ def read_ahead(
 ) -> int:
     """Return the most steps that the loader may have drawn beyond the current one; equal on all ranks."""
     if num_workers:
-        return prefetch_factor * num_workers
+        return prefetch_factor * (1 if isinstance(dataset, Stream) else num_workers)
     return THREAD_AHEAD if _may_thread(dataset, collate) else 0
 
 
@@ -140,6 +157,23 @@ def chop(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """How the samples of a global batch become one rank's microbatches; see `local_batches`."""
+
+    split: Callable[[int, int], Split]
+    rank: int
+    accumulate: int
+    microbatch_size: int | None
+
+    def cut(self, step: int, num_samples: int) -> tuple[Split, list[tuple[int, int]]]:
+        """Return every rank's count, and the first and the end of each of this rank's microbatches."""
+        shared = self.split(step, num_samples)
+        first, end = shared.bounds(self.rank)
+        ends = accumulated(cut(end - first, self.accumulate, self.microbatch_size), initial=first)
+        return shared, list(pairwise(ends))
+
+
+@dataclass(frozen=True)
 class _Step:
     """A step before its samples are loaded."""
 
@@ -148,6 +182,8 @@ class _Step:
     global_samples: int
     position: Position
     shared: Split
+    last: bool = False
+    drawn: tuple[float, float] | None = None
 
     def filled(self, samples: list[Any], load: _Microbatches) -> LocalBatch:
         indices = [places.tolist() for places in self.microbatches]
@@ -158,6 +194,8 @@ class _Step:
             position=self.position,
             indices=indices,
             counts=self.shared.counts,
+            last=self.last,
+            drawn=self.drawn,
         )
 
 
@@ -165,19 +203,17 @@ def _drawn(
     sampler: GlobalSampler,
     position: Position,
     num_steps: int,
-    split: Callable[[int, int], Split],
-    rank: int,
-    accumulate: int,
-    microbatch_size: int | None,
+    parts: Parts,
     first_step: int,
 ) -> Iterator[_Step]:
     for step in range(first_step, first_step + num_steps):
         indices, position = sampler.batch(position)
-        shared = split(step, len(indices))
-        first, end = shared.bounds(rank)
-        ends = accumulated(cut(end - first, accumulate, microbatch_size), initial=first)
-        microbatches = [indices[start:end] for start, end in pairwise(ends)]
-        yield _Step(microbatches, len(indices), position, shared)
+        if not len(indices):
+            return
+        shared, bounds = parts.cut(step, len(indices))
+        microbatches = [indices[first:end] for first, end in bounds]
+        last = sampler.is_over(position)
+        yield _Step(microbatches, len(indices), position, shared, last, sampler.drawn)
 
 
 def _by_processes(
@@ -219,6 +255,98 @@ def _by_processes(
         yield step.filled(items if step.microbatches else [], load)
 
 
+def _by_one_process(
+    walk: _Walk, steps: range, parts: Parts, memory: PageLocked, options: dict[str, Any]
+) -> Iterator[LocalBatch]:
+    """Yield the steps of a stream that one process walks.
+
+    More processes would each have to walk the whole stream.
+
+    Args:
+        memory: for microbatches that this process makes.
+        options: of the `DataLoader`.
+    """
+    size = walk.sampler.global_batch_size
+    walk.sampler.stream.leave()
+    waiting: deque[tuple[int, Split]] = deque()
+
+    def order() -> Iterator[list[tuple[int, int]]]:
+        for step in steps:
+            shared, bounds = parts.cut(step, size)
+            waiting.append((step, shared))
+            yield bounds
+
+    loader: DataLoader[Any] = DataLoader(
+        walk,
+        sampler=order(),
+        batch_size=None,
+        num_workers=1,
+        collate_fn=_unchanged,
+        worker_init_fn=_hide_worker,
+        **options,
+    )
+    for drawn, loaded in loader:
+        if not drawn.global_samples:
+            return
+        step, shared = waiting.popleft()
+        indices, samples = drawn.indices, Held(drawn.samples)
+        load = _Microbatches(samples, walk.collate, memory)
+        if drawn.global_samples < size:
+            shared, bounds = parts.cut(step, drawn.global_samples)
+            indices = [indices[0][first:end] for first, end in bounds]
+            loaded = [load[places] for places in indices]
+        last = walk.sampler.is_over(drawn.position)
+        counts = drawn.global_samples, drawn.position, shared
+        yield _Step(indices, *counts, last, drawn.drawn).filled(loaded, load)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _hide_worker(_: int) -> None:
+    """Let a stream see no loader process (`torch.utils.data.get_worker_info`).
+
+    Many divide themselves among such processes, and some shuffle in another order there, even in a single one
+    (Hugging Face's `datasets`).
+    """
+    worker._worker_info = None
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What a loader process has drawn of a stream for a step."""
+
+    indices: list[Indices]
+    """Of each of this rank's microbatches; those of all ranks together if the batch is short."""
+    global_samples: int
+    position: Position
+    drawn: tuple[float, float] | None
+    samples: dict[int, Any]
+    """All ranks' samples of a short batch, of which this rank's part was not known before; this rank's own if
+    microbatches may only be cut by collating again."""
+
+
+class _Walk(Dataset[Any]):
+    """Maps the bounds of a rank's microbatches in the next global batch to these, step after step."""
+
+    def __init__(self, sampler: StreamSampler, start: Position, collate: Callable[[list[Any]], Any]) -> None:
+        self.sampler, self.collate = sampler, collate
+        self._position = start
+
+    def __getitem__(self, bounds: list[tuple[int, int]]) -> tuple[_Drawn, list[Any]]:
+        sampler, collate = self.sampler, self.collate
+        indices, self._position = sampler.batch(self._position)
+        samples = dict(zip(indices.tolist(), sampler.stream.__getitems__(indices.tolist()), strict=True))
+        if len(samples) < sampler.global_batch_size:
+            return _Drawn([indices], len(indices), self._position, sampler.drawn, samples), []
+        parts = [indices[first:end] for first, end in bounds]
+        loaded = [collate([samples[place] for place in part.tolist()]) for part in parts]
+        has_rows = not isinstance(collate, Collate) or collate.has_rows
+        own = {} if has_rows else {place: samples[place] for part in parts for place in part.tolist()}
+        return _Drawn(parts, len(indices), self._position, sampler.drawn, own), loaded
+
+
 class _Microbatches(Dataset[Any]):
     """Maps the indices of a microbatch to its samples, collated; none to `None`."""
 
@@ -244,7 +372,9 @@ class _Microbatches(Dataset[Any]):
     def with_indices(self, batch: tuple[Any, Any], indices: list[int]) -> Any:
         """Return a microbatch that may be cut."""
         assert isinstance(self._collate, Collate)
-        return self._collate.with_indices(batch, indices, self._dataset)
+        dataset = self._dataset
+        held = dataset.held(indices) if isinstance(dataset, Stream) else dataset
+        return self._collate.with_indices(batch, indices, held)
 
     def _taken(self, rows: Rows) -> Callable[[Indices], Any]:
         take, collate = partial(rows.take, memory=self._memory), self._collate

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import Dataset, Subset
 
 from hetexp.data.in_memory import rows_of
+from hetexp.data.streams.stream import Stream
 
 T = TypeVar("T")
 
@@ -21,8 +22,10 @@ def is_prefetchable(dataset: Dataset[Any]) -> bool:
     """Return whether a thread may load a data set's samples while the step computes.
 
     Its class says so by `prefetchable = True` (`hetexp.data.base.DataSource.train`). A subset is like its
-    data set, and rows of tensors are always prefetchable.
+    data set, so is what walks through a stream, and rows of tensors are always prefetchable.
     """
+    if isinstance(dataset, Stream):
+        return bool(getattr(type(dataset.source), "prefetchable", False))
     if type(dataset) is Subset:
         return is_prefetchable(dataset.dataset)
     # The class's attribute: a wrapper that passes the data set's attributes on may add noise to it.

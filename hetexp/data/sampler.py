@@ -82,6 +82,9 @@ class GlobalSampler:
         self._epoch_size = min(num_samples, used)
         self._cached: tuple[int, Indices] | None = None
 
+    drawn: tuple[float, float] | None = None
+    """What ranks compare of the last batch of a stream (`hetexp.data.streams.stream`)."""
+
     @property
     def steps_per_epoch(self) -> int:
         """Number of batches of a whole epoch."""
@@ -100,6 +103,10 @@ class GlobalSampler:
         # A copy, so that a change of the batch does not change the cached order.
         indices = self._order(0 if self._same_order else here.epoch)[here.offset : end].copy()
         return indices, self._batch_start(Position(here.epoch, end))
+
+    def is_over(self, position: Position) -> bool:
+        """Return whether no batch follows; false where the number of steps alone ends a run."""
+        return False
 
     def fingerprint(self) -> str:
         """Return a short hash of epoch 0's order, which ranks compare before they train."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,20 @@ from torch.utils.data import Dataset
 
 from hetexp.comm.rendezvous import all_gather_json
 from hetexp.comm.step_message import StepMessage
-from hetexp.core.errors import UsageError
+from hetexp.core.errors import ConfigError, UsageError
 from hetexp.core.files import write_json
+from hetexp.data.base import as_data, indexed, stream_of
 from hetexp.data.loader import LocalBatch, local_batches
+from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.library.attach import attach, find_time_scale
-from hetexp.library.batches import Collate, on_device, part_batches, steps_left
+from hetexp.library.batches import (
+    Collate,
+    check_dataset,
+    epochs_left,
+    on_device,
+    part_batches,
+    stream_part_batches,
+)
 from hetexp.library.front import Call, Called, Front, keeping_modes
 from hetexp.library.step import Reduction, ScriptStep
 from hetexp.library.whole_batch import WholeBatch
@@ -29,6 +38,7 @@ from hetexp.training.nonfinite.loss_scale import widened
 from hetexp.training.saving import resuming
 from hetexp.training.saving import save as saving
 from hetexp.training.state import Progress, TrainState
+from hetexp.training.streams import begun_together, check_same_stream
 
 Number = float | int | torch.Tensor
 
@@ -122,11 +132,26 @@ class Run(WholeBatch):
         Raises:
             UsageError: `backward` was not called for a batch.
         """
+        step = self._progress.step
+        for sampler, start, steps in epochs_left(self._state.sampler, self._progress.position):
+            self._run_clock()
+            try:
+                for batch in self._window.loaded(self._loaded(sampler, start, steps)):
+                    yield from self._microbatches(batch)
+                self._write_line()
+            finally:
+                self._stop_clock()
+            if self._progress.step > step:
+                return
+
+    def _loaded(
+        self, sampler: GlobalSampler, start: Position, steps: int
+    ) -> Generator[LocalBatch, None, None]:
+        """Yield this rank's part of the next batches of an epoch, on the host."""
         state, trainer = self._state, self._state.config.trainer
-        start, steps = steps_left(state.sampler, self._progress.position)
         loaded = local_batches(
             state.train_data,
-            state.sampler,
+            sampler,
             start,
             steps,
             state.balancer.split,
@@ -139,13 +164,7 @@ class Run(WholeBatch):
             prefetch_factor=trainer.prefetch_factor,
             page_locked=state.backend.copies_page_locked,
         )
-        self._run_clock()
-        try:
-            for batch in self._window.loaded(loaded):
-                yield from self._microbatches(batch)
-            self._write_line()
-        finally:
-            self._stop_clock()
+        return begun_together(state, loaded) if state.walks_stream else loaded
 
     def _microbatches(self, batch: LocalBatch) -> Iterator[Any]:
         state = self._state
@@ -153,6 +172,7 @@ class Run(WholeBatch):
         state.backend.begin_step(self._progress.step)
         state.hook.begin_step()
         self._message.seconds = state.balancer.local_seconds(self._window.meter)
+        self._message.drawn = batch.drawn
         step = self._step = ScriptStep(state, self._normalizer, self._window.meter, batch)
         while not step.is_over:
             yield on_device(step.next_microbatch(self._stand_in), state.device)
@@ -160,7 +180,7 @@ class Run(WholeBatch):
 
     def _stand_in(self) -> Any:
         """Return a batch of one sample, on the host, for a rank without samples."""
-        return self._collate([self._state.train_data[0]])
+        return self._collate([indexed(self._state.train_data, 1)[0]])
 
     def backward(
         self, loss: torch.Tensor, count: Number | None = None, *, reduction: Reduction = "mean"
@@ -219,6 +239,8 @@ class Run(WholeBatch):
     def _account(self, step: ScriptStep) -> None:
         """Count a step whose gradient is complete; the script itself steps the optimizer."""
         state, progress, batch = self._state, self._progress, step.batch
+        if self._message.all_drawn:
+            check_same_stream(state.plan, self._message.all_drawn)
         rate = float(state.optimizer.param_groups[0]["lr"])
         self._result = StepResult(step.loss_sum, step.global_count, None, rate, local_count=step.count)
         self._window.meter.samples += batch.local_samples
@@ -279,15 +301,15 @@ class Run(WholeBatch):
         data = dataset if dataset is not None else state.eval_data
         if data is None:
             raise UsageError("run.evaluate must have data, but hetexp.setup got no eval_dataset.")
-        total = len(data)  # type: ignore[arg-type]  # map-style, as checked
+        readable = as_data(data)
+        if readable is None:
+            raise ConfigError(check_dataset("dataset", data))
         sums: dict[str, float] = {"samples": 0.0}
         with self._clock_stopped():
             most = max(state.pass_sizes(state.plan.local_batch_sizes[state.rank]), default=1)
-            bounds = state.balancer.now(total).bounds(state.rank)
-            workers = state.config.trainer.num_workers
             with keeping_modes(self.model), torch.no_grad():
                 self.model.eval()
-                for batch, rows in part_batches(data, bounds, most, workers, self._collate):
+                for batch, rows in self._evaluated(readable, most):
                     for name, value in function(on_device(batch, state.device)).items():
                         sums[name] = sums.get(name, 0.0) + float(value)
                     sums["samples"] += rows
@@ -298,6 +320,15 @@ class Run(WholeBatch):
         for logger in state.loggers:
             logger.log({f"eval/{name}": value for name, value in result.items()}, self.step)
         return result
+
+    def _evaluated(self, data: Dataset[Any], most: int) -> Iterator[tuple[Any, int]]:
+        """Yield this rank's part of evaluation data in batches of at most `most` samples, with the sizes."""
+        state, trainer, stream = self._state, self._state.config.trainer, stream_of(data)
+        if stream is not None:
+            sizes, split = (trainer.global_batch_size, trainer.seed), state.balancer.now
+            return stream_part_batches(stream, *sizes, split, state.rank, most, self._collate)
+        bounds = state.balancer.now(len(data)).bounds(state.rank)  # type: ignore[arg-type]
+        return part_batches(data, bounds, most, trainer.num_workers, self._collate)
 
     def _means(self, sums: dict[str, float]) -> dict[str, float]:
         """Add up every rank's sums, in rank order, and divide them."""

@@ -22,9 +22,11 @@ from hetexp.core.errors import ConfigError, SetupError, UsageError, must_be
 from hetexp.core.plan import Plan
 from hetexp.core.precision import precision_problems
 from hetexp.core.split import apportion
+from hetexp.data.base import as_data, stream_of
 from hetexp.data.loader import PREFETCH, read_ahead
 from hetexp.data.sampler import GlobalSampler
 from hetexp.data.samples import build_function
+from hetexp.data.streams.stream import StreamSampler
 from hetexp.hardware.backend import Backend, backend_class
 from hetexp.library.alone import FirstLine, device_alone, plan_alone, torch_device_alone
 from hetexp.library.batches import Collate, check_dataset
@@ -94,7 +96,7 @@ def setup(
     Args:
         model: moved to the device; it stays the object that holds the parameters.
         optimizer: over the model's parameters.
-        dataset: map-style; the same on every rank.
+        dataset: map-style, or a stream (`IterableDataset`), which every rank walks; the same on every rank.
         global_batch_size: samples of one optimizer step, over all devices.
         eval_dataset: for `Run.evaluate`.
         accumulate: microbatches that each device cuts its part of a batch into.
@@ -143,8 +145,8 @@ def setup(
         rank, store = 0, dist.HashStore()
     plan = _decided(plan, given, model)
     config = read_config(plan.config)
-    sampler = GlobalSampler(len(dataset), global_batch_size, seed, drop_last)  # type: ignore[arg-type]
-    arguments = _Given(model, optimizer, dataset, eval_dataset, given, collate)
+    arguments = _Given(model, optimizer, as_data(dataset) or dataset, as_data(eval_dataset), given, collate)
+    sampler = _sampler(arguments.train, global_batch_size, seed, drop_last)
     state = _state(plan, config, rank, store, arguments, sampler)
     called = Called(model)
     assert isinstance(state.engine, Replica), "`hetexp launch` has refused other strategies"
@@ -178,6 +180,13 @@ class _Given:
         """Steps that the loader reads ahead."""
         trainer = self.trainer
         return read_ahead(self.train, trainer["num_workers"], trainer["prefetch_factor"], self.collate)
+
+
+def _sampler(train: Dataset[Any], global_batch_size: int, seed: int, drop_last: bool) -> GlobalSampler:
+    stream = stream_of(train)
+    if stream is not None:
+        return StreamSampler(stream, global_batch_size, seed, drop_last)
+    return GlobalSampler(len(train), global_batch_size, seed, drop_last)  # type: ignore[arg-type]
 
 
 class _OfTheScript(Loss):

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hetexp.data.base import stream_of
 from hetexp.data.loader import chop, cut
+from hetexp.data.streams.stream import Stream, evaluation_batches
 from hetexp.training.loss import NoLossError, batch_counts
 from hetexp.training.state import TrainState
 
@@ -18,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def evaluate(state: TrainState) -> dict[str, float]:
-    """Run the model over the evaluation data, each rank on its contiguous part.
+    """Run the model over the evaluation data, each rank on its contiguous part, of a stream on its part of
+    each batch.
 
     No sample is padded, repeated or left out: ranks add up sums and counts. Unless elements have weights,
     counts are whole, and the accuracy has the same bits for every number of ranks and every split.
@@ -29,7 +32,7 @@ def evaluate(state: TrainState) -> dict[str, float]:
     """
     if state.eval_data is None:
         return {}
-    sums, counts, measured = _sums(state, _batches(state, *state.engine.evaluation_part(_total(state))))
+    sums, counts, measured = _sums(state, _batches(state))
     state.communicator.meet()  # a slow device may take longer than a collective would wait
     counts = state.communicator.all_reduce(counts)
     sums = state.communicator.all_reduce(sums)
@@ -56,7 +59,7 @@ def evaluate_locally(state: TrainState) -> dict[str, float]:
     """Run this rank's model over all evaluation data; no other rank takes part."""
     if state.eval_data is None:
         return {}
-    return _result(state, *_sums(state, _batches(state, 0, _total(state), state.evaluation_batch)))
+    return _result(state, *_sums(state, _batches(state, alone=True)))
 
 
 def _all_reduce_measured(state: TrainState, measured: torch.Tensor | None) -> torch.Tensor | None:
@@ -129,6 +132,22 @@ def _result(
     return result
 
 
+def _part(state: TrainState, total: int, alone: bool) -> tuple[int, int, int]:
+    """Return this rank's part of `total` samples: its first, its end, and the size of a batch."""
+    return (0, total, state.evaluation_batch) if alone else state.engine.evaluation_part(total)
+
+
+def _of_stream(state: TrainState, stream: Stream, alone: bool) -> Iterator[tuple[int, Any]]:
+    """Yield this rank's part of each batch of a stream that every rank walks."""
+    trainer = state.config.trainer
+    most = trainer.fast_dev_run or None
+    for indices in evaluation_batches(stream, trainer.global_batch_size, trainer.seed, most):
+        state.communicator.alive()
+        first, end, batch = _part(state, len(indices), alone)
+        for places in chop(indices[first:end].tolist(), cut(end - first, 1, batch)):
+            yield len(places), state.collate(stream.__getitems__(places))
+
+
 def _total(state: TrainState) -> int:
     """Return the number of samples to evaluate on."""
     trainer = state.config.trainer
@@ -136,13 +155,17 @@ def _total(state: TrainState) -> int:
     return min(total, trainer.fast_dev_run * trainer.global_batch_size) if trainer.fast_dev_run else total
 
 
-def _batches(state: TrainState, first: int, end: int, batch: int) -> Iterator[tuple[int, Any]]:
-    """Yield the evaluation data from `first` to `end` in batches, with the size of each.
+def _batches(state: TrainState, alone: bool = False) -> Iterator[tuple[int, Any]]:
+    """Yield this rank's part of the evaluation data in batches, with the size of each.
 
     Args:
-        batch: most samples of a batch.
+        alone: whether the rank evaluates all of it.
     """
-    trainer = state.config.trainer
+    trainer, stream = state.config.trainer, stream_of(state.eval_data)
+    if stream is not None:
+        yield from _of_stream(state, stream, alone)
+        return
+    first, end, batch = _part(state, _total(state), alone)
     if first == end:
         return
     batches = list(chop(range(first, end), cut(end - first, 1, batch)))

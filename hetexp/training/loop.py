@@ -28,6 +28,7 @@ from hetexp.training.recovery.carried import Carried
 from hetexp.training.replicas import ReplicaCheck
 from hetexp.training.saving.save import add_evaluation, finish_saving, save, save_before
 from hetexp.training.state import Progress, TrainState
+from hetexp.training.streams import begun_together, check_same_stream, heed_end
 
 log = logging.getLogger(__name__)
 
@@ -155,9 +156,13 @@ class Training:
         batches = state.engine.batches(
             progress.position, left, progress.step, state.config.trainer.num_workers
         )
+        if state.walks_stream:
+            batches = begun_together(state, batches)
         before: LocalBatch | None = None
         for batch in window.loaded(batches):
-            message.seconds = state.balancer.local_seconds(window.meter)
+            message.seconds, message.drawn = state.balancer.local_seconds(window.meter), batch.drawn
+            if batch.last:
+                heed_end(state, progress.step, batch)
             if state.survives and self._log_due(progress.step + 1):
                 message.window = window.loss
             try:
@@ -168,6 +173,8 @@ class Training:
             if before is not None and message.all_seconds:
                 rebalance(state, progress.step, before, message.all_seconds)
             before = batch
+            if message.all_drawn:
+                check_same_stream(state.plan, message.all_drawn)
             self._advance(batch, result, message)
             if result.unrecoverable and state.config.trainer.non_finite != "continue":
                 text = report_non_finite(state, progress, batch, result, window)

@@ -17,6 +17,7 @@ from hetexp.comm.communicator import Communicator
 from hetexp.core.call import call_model
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
+from hetexp.data.base import indexed
 from hetexp.data.loader import LocalBatch, local_batches, read_ahead
 from hetexp.data.sampler import Position
 from hetexp.hardware.emulation.pacing import tensors
@@ -195,5 +196,5 @@ def _input_bytes(state: TrainState) -> int:
     """Return the bytes of one sample's inputs on the way to the device."""
     if state.input_bytes is not None:
         return state.input_bytes
-    inputs, _ = state.collate.load(state.train_data, [0])
+    inputs, _ = state.collate.load(indexed(state.train_data, 1), [0])
     return sum(t.numel() * t.element_size() for t in tensors(state.to_device(inputs)))

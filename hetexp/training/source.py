@@ -17,7 +17,7 @@ from hetexp.core.call import call_model
 from hetexp.core.config import LossConfig
 from hetexp.core.errors import CheckpointError, ConfigError, did_you_mean, must_be
 from hetexp.core.instantiate import only_trusted, untrusted
-from hetexp.data.base import build_data
+from hetexp.data.base import build_data, stream_of
 from hetexp.data.loader import on_device
 from hetexp.model.base import WithAuxiliary, build_model
 from hetexp.training.loss import Loss, build_loss, count_of
@@ -53,6 +53,8 @@ class SourceModel:
             raise ConfigError(problems)
         with seeded(config["trainer"].get("seed", 0)):  # its own split, as in its training
             self.data = build_data(config["data"])
+        if stream_of(self.data.train) is not None or stream_of(self.data.evaluation) is not None:
+            raise ConfigError("The source model must have data sets with a length, but has a stream.")
         self.model = build_model(config["model"], self.data.facts).eval().requires_grad_(False)
         if config["trainer"].get("precision") == "float64":
             self.model.double()

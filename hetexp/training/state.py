@@ -22,6 +22,7 @@ from hetexp.comm.step_message import StepMessage
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
+from hetexp.data.base import stream_of
 from hetexp.data.loader import cut, on_device
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.data.samples import Collate
@@ -67,7 +68,7 @@ class TrainState:
     loggers: tuple[Logger, ...]
     """Empty on all ranks but rank 0."""
     total_steps: int
-    """Optimizer steps of the whole run, those before a resume included."""
+    """Optimizer steps of the whole run, those before a resume included; fewer once a stream ends before."""
     collate: Collate = field(default_factory=Collate)
     """Makes batches `(inputs, targets)` of samples of both."""
     exchange: Exchange | None = None
@@ -151,6 +152,11 @@ class TrainState:
         """Whether gradients are checked for values that are not finite; all ranks must hold them alike."""
         checks = self.config.trainer.non_finite != "continue" or self.loss_scale is not None
         return checks and self.config.debug.exchange
+
+    @property
+    def walks_stream(self) -> bool:
+        """Whether the training data are a stream, which every rank walks by itself."""
+        return stream_of(self.train_data) is not None
 
     @property
     def checkpoints(self) -> Path:

@@ -22,7 +22,7 @@ from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate
 from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
-from hetexp.data.base import build_data, same_shape
+from hetexp.data.base import build_data, indexed, same_shape, size_of
 from hetexp.data.loader import on_device
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import Backend, backend_class, visible_places
@@ -43,6 +43,7 @@ from hetexp.training.nonfinite.loss_scale import LossScale, check_device
 from hetexp.training.seeding import seed_all
 from hetexp.training.source import SourceModel
 from hetexp.training.state import TrainState
+from hetexp.training.streams import check_hooks, sampler_of
 
 log = logging.getLogger(__name__)
 
@@ -95,22 +96,23 @@ def _build_ungrouped(
     train, evaluation = data.train, data.evaluation
     if plan.stages or plan.paced:
         train, evaluation = same_shape(train), None if evaluation is None else same_shape(evaluation)
-    num_samples = len(train)  # type: ignore[arg-type]  # map-style, as build_data checked
     origin, source = getattr(data, "source", None), None
     if origin is not None:
         source = SourceModel.judging(origin.path, origin.samples, data.facts["scale"], origin.trusted)
     strategy, policy = components(config)
     engine = engine_of(strategy)
-    sampler = strategy.sampler(plan, config, num_samples)
+    sampler = sampler_of(strategy, plan, config, train)
     # Again, and with the CPU's generator: the same weights on all devices, however much the data drew.
     seed_all(trainer.seed)
     model = build_model(config.model, data.facts, trainer.activation_checkpointing)
+    check_hooks(model, train)
     if not config.debug.dropout:
         rates = without_dropout(model)
         log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
     model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
     loss = build_loss(trainer.loss, config.loss.arguments())
-    first = first_batch(same_shape(train), data.collate, plan)
+    head = indexed(same_shape(train), 2)
+    first = first_batch(head, data.collate, plan)
     batch_counts(loss, [first[1]])  # what it cannot count is refused here
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
@@ -120,7 +122,7 @@ def _build_ungrouped(
         agree_as_newcomer(plan, member, store, facts)
     if plan.stages:  # while the model is whole
         moved = partial(on_device, device=torch.device("cpu"), dtype=next(model.parameters()).dtype)
-        Trial(model, loss, data.collate, moved).run(train, first)
+        Trial(model, loss, data.collate, moved).run(head, first)
     trained = engine.shard(plan, config, rank, model, first[0])
     model.to(device)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
@@ -152,7 +154,7 @@ def _build_ungrouped(
         run_on=tuple(run_on),
     )
     if not plan.stages:
-        Trial(model, loss, data.collate, state.to_device, state.autocast).run(train, first)
+        Trial(model, loss, data.collate, state.to_device, state.autocast).run(head, first)
     # From here on dropout and random samples differ from rank to rank, as the samples do.
     seed_all(trainer.seed + 1 + (rank if member is None else member))
     strategy.configure(plan)
@@ -256,8 +258,8 @@ def data_facts(data: Any, sampler: GlobalSampler) -> dict[str, Any]:
     """Return facts that distinguish two data sets: their lengths, and the order of the samples."""
     evaluation = data.evaluation
     return {
-        "training_samples": len(data.train),
-        "evaluation_samples": len(evaluation) if evaluation is not None else 0,
+        "training_samples": size_of(data.train),
+        "evaluation_samples": size_of(evaluation) if evaluation is not None else 0,
         "sample_order": sampler.fingerprint(),
     }
 

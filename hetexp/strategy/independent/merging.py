@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -30,7 +30,9 @@ from hetexp.checkpoint.model_state import match_model, pack_model
 from hetexp.checkpoint.optimizer_state import tensor_names
 from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError
+from hetexp.data.base import stream_of
 from hetexp.data.loader import chop, cut
+from hetexp.data.streams.stream import evaluation_batches
 from hetexp.model.hooks import NO_HOOKS
 from hetexp.training.evaluate import evaluate_locally
 from hetexp.training.model_hooks import conclude
@@ -206,18 +208,30 @@ def recalibrate(state: TrainState) -> None:
         norm.reset_running_stats()
         norm.momentum = None  # a plain mean over the batches
         norm.train()
-    count = min(len(state.train_data), RECALIBRATED_SAMPLES)  # type: ignore[arg-type]
     largest = max([2, *state.pass_sizes(state.plan.local_batch_sizes[state.rank])])
-    order = [index for epoch in _epoch(state) for index in epoch][:count]
-    batches = list(chop(order, cut(count, 1, largest)))
     with torch.no_grad():
-        for inputs, _ in DataLoader(state.train_data, batch_sampler=batches, collate_fn=state.collate):
+        for inputs, _ in _calibration_batches(state, largest):
             with state.autocast():
                 call_model(state.model, state.to_device(inputs))
             state.communicator.alive()
     for norm, momentum in zip(norms, before, strict=True):
         norm.momentum = momentum
     state.model.train()
+
+
+def _calibration_batches(state: TrainState, largest: int) -> Iterator[Any]:
+    """Yield training samples of the first epoch, or the first ones of a stream, in even batches."""
+    stream = stream_of(state.train_data)
+    if stream is not None:
+        size, seed = state.config.trainer.global_batch_size, state.config.trainer.seed
+        for indices in evaluation_batches(stream, size, seed, -(-RECALIBRATED_SAMPLES // size)):
+            for places in chop(indices.tolist(), cut(len(indices), 1, largest)):
+                yield state.collate(stream.__getitems__(places))
+        return
+    count = min(len(state.train_data), RECALIBRATED_SAMPLES)  # type: ignore[arg-type]
+    order = [index for epoch in _epoch(state) for index in epoch][:count]
+    batches = list(chop(order, cut(count, 1, largest)))
+    yield from DataLoader(state.train_data, batch_sampler=batches, collate_fn=state.collate)
 
 
 def _epoch(state: TrainState) -> list[list[int]]:

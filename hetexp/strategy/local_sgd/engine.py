@@ -28,6 +28,7 @@ from hetexp.training.model_hooks import conclude, no_tally, share
 from hetexp.training.nonfinite.loss_scale import LossScale, NonFiniteError
 from hetexp.training.nonfinite.samples import WIDTH, NonFiniteSamples
 from hetexp.training.normalizer import LossNormalizer
+from hetexp.training.streams import check_drawn
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,8 @@ class LocalSteps(OwnSteps):
             PeerLostError: another rank is gone.
         """
         state, outer, stats = self.state, self.synced(), self.since
+        if self.drawn is not None:  # before anything else: a rank whose stream has ended syncs too early
+            check_drawn(state, self.drawn)
         state.backend.pause()
         start = state.backend.mark()
         rows = self._all_reduce_stats(loss_scale)

@@ -39,6 +39,8 @@ class OwnSteps(Replica):
         """Statistics since the last sync."""
         self.samples = 0
         """Samples that this rank has trained on in the whole run."""
+        self.drawn: tuple[float, float] | None = None
+        """What ranks compare of the last batch (`LocalBatch.drawn`)."""
 
     def loaded_in(self) -> tuple[int, int | None]:
         return 1, None  # the whole local batch, of which local steps take their parts
@@ -48,6 +50,7 @@ class OwnSteps(Replica):
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
         state = self.state
         self.begin()
+        self.drawn = batch.drawn
         local = LossNormalizer(StepMessage(self.step_group), 1, loss_scale=normalizer.loss_scale)
         local_steps = self._local_steps(step, batch)
         if not local_steps:

@@ -29,9 +29,11 @@ from hetexp.core.cost.calibration import DeviceCalibration, Exchange, joint_seco
 from hetexp.core.cost.speed import SpeedCurve
 from hetexp.core.cost.step import Channel
 from hetexp.core.split import Split
+from hetexp.data.base import indexed, stream_of
 from hetexp.data.loader import cut, local_batches
 from hetexp.data.sampler import GlobalSampler
 from hetexp.data.samples import read
+from hetexp.data.streams.stream import StreamSampler
 from hetexp.hardware.links import links_of
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 from hetexp.training.compiled import any_batch_size
@@ -364,10 +366,7 @@ def joint_steps(
     """
     divisor = state.strategy.gradient_divisor(state.communicator.world_size)
     normalizer = LossNormalizer(StepMessage(state.communicator), divisor)
-    trainer = state.config.trainer
-    num_samples = len(state.train_data)  # type: ignore[arg-type]  # map-style, as build_data checked
-    total = trainer.global_batch_size
-    sampler = GlobalSampler(num_samples, total, trainer.seed, num_samples >= total, trainer.overfit_batches)
+    sampler = _full_batches(state)
     batches = local_batches(
         state.train_data,
         sampler,
@@ -398,6 +397,17 @@ def joint_steps(
     _rest(state)
     local_seconds = tuple(meter.take()[0] for meter in meters)
     return Joint(statistics.median(seconds), statistics.median(waited), local_seconds)
+
+
+def _full_batches(state: TrainState) -> GlobalSampler:
+    """Return a sampler that leaves out short batches, unless the training data is smaller than one."""
+    trainer, stream = state.config.trainer, stream_of(state.train_data)
+    total = trainer.global_batch_size
+    if stream is not None:
+        full = len(stream.first(total)) == total
+        return StreamSampler(stream, total, trainer.seed, full, trainer.overfit_batches)
+    num_samples = len(state.train_data)  # type: ignore[arg-type]
+    return GlobalSampler(num_samples, total, trainer.seed, num_samples >= total, trainer.overfit_batches)
 
 
 def _rest(state: TrainState) -> None:
@@ -460,6 +470,7 @@ def _buckets(state: TrainState) -> tuple[tuple[float, int], ...]:
 
 def _samples(state: TrainState, count: int) -> tuple[Any, Any]:
     """Return `count` training samples as one batch on the host; they repeat if the data set has fewer."""
-    indices = [i % len(state.train_data) for i in range(count)]  # type: ignore[arg-type]
-    samples = read(state.train_data, indices)  # once: each size collates as many of them as it needs
+    head = indexed(state.train_data, count)
+    indices = [i % len(head) for i in range(count)]  # type: ignore[arg-type]
+    samples = read(head, indices)  # once: each size collates as many of them as it needs
     return state.collate.load(samples, range(count))  # type: ignore[arg-type]  # a list, too, has indices

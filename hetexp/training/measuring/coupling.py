@@ -9,7 +9,7 @@ from torch import nn
 
 from hetexp.core.call import call_model
 from hetexp.core.config import Config
-from hetexp.data.base import build_data, same_shape
+from hetexp.data.base import build_data, indexed, same_shape
 from hetexp.data.loader import on_device
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.model.base import build_model
@@ -37,7 +37,7 @@ def coupling(config: Config) -> str | None:
         with seeded(config.trainer.seed):
             data = build_data(config.data)
             model = build_model(config.model, data.facts).double().train()
-            train = same_shape(data.train)
+            train = indexed(same_shape(data.train), SAMPLES)
             bounds = ((0, SAMPLES), (0, CUT), (CUT, SAMPLES))
             batches = [tuple(data.collate.load(train, range(*ends))) for ends in bounds]
         loss = build_loss(config.trainer.loss, config.loss.arguments())

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
-from hetexp.data.base import build_data, same_shape
+from hetexp.data.base import build_data, indexed, same_shape
 from hetexp.data.loader import cut
 from hetexp.data.samples import Collate, read
 from hetexp.hardware.memory.estimate import (
@@ -32,6 +32,7 @@ from hetexp.plan.strategy import Strategy
 from hetexp.training.loss import build_loss, summed
 from hetexp.training.recovery.oom_recovery import part_of
 from hetexp.training.seeding import seeded
+from hetexp.training.streams import refuse_stream
 
 PEEKED = 32
 """Samples that are read for the length of a padded one."""
@@ -71,7 +72,9 @@ class RunMemory:
             with seeded(config.trainer.seed):
                 data = build_data(config.data)
                 try:
-                    self.sample, self._two = _first_sample(same_shape(data.train), data.collate)
+                    refuse_stream(strategy, config, data.train)
+                    head = indexed(same_shape(data.train), PEEKED)
+                    self.sample, self._two = _first_sample(head, data.collate)
                 except ConfigError as error:
                     self.refusals = error.problems
                     raise

@@ -19,6 +19,7 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import check_component, instantiate, locate
 from hetexp.data.base import build_data
 from hetexp.data.digits import Digits
+from hetexp.data.streams.stream import Stream
 from hetexp.data.synthetic import IGNORED, Synthetic
 from hetexp.data.text import SHIPPED, Text
 
@@ -105,6 +106,29 @@ class Endless(IterableDataset[int]):
         return iter(range(3))
 
 
+class Plain:
+    """A stream that knows nothing of torch, and how many samples it has."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Once:
+    """Like a generator: what was taken does not come again."""
+
+    def __init__(self) -> None:
+        self._numbers = iter(range(3))
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return next(self._numbers)
+
+
 class HalfSource:
     def __init__(self, evaluation: Any = None) -> None:
         self.train = Squares()
@@ -136,20 +160,40 @@ def test_a_source_without_evaluation_and_facts_is_enough(here: str) -> None:
     assert source.facts == {}
 
 
-@pytest.mark.parametrize("name", ["Endless", "Anything"])
+@pytest.mark.parametrize("name", ["Once", "Anything"])
 def test_anything_else_is_refused(here: str, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_data({"_target_": f"{here}.{name}"})
     assert caught.value.problems[0].startswith(
-        "`data._target_` must build a data source or a map-style dataset"
+        "`data._target_` must build a data source, a data set (`__len__` and `__getitem__`) or a stream"
     )
     assert caught.value.problems[0].endswith(f".{name} instead.")
 
 
-def test_evaluation_data_must_be_map_style(here: str) -> None:
-    node = {"_target_": f"{here}.HalfSource", "evaluation": {"_target_": f"{here}.Endless"}}
-    with pytest.raises(ConfigError, match="must build map-style evaluation data or none, but builds"):
+def test_evaluation_data_are_data(here: str) -> None:
+    node = {"_target_": f"{here}.HalfSource", "evaluation": {"_target_": f"{here}.Once"}}
+    with pytest.raises(
+        ConfigError, match="must build evaluation data that is a data set or a stream, or none"
+    ):
         build_data(node)
+
+
+@pytest.mark.parametrize("name", ["Endless", "Plain"])
+def test_data_without_indices_are_a_stream(here: str, name: str) -> None:
+    source = build_data({"_target_": f"{here}.{name}"})
+    assert isinstance(source.train, Stream)
+    assert source.train.first(5) == [0, 1, 2]
+    assert source.evaluation is None
+
+
+def test_evaluation_data_may_be_a_stream(here: str) -> None:
+    node = {"_target_": f"{here}.HalfSource", "evaluation": {"_target_": f"{here}.Endless"}}
+    assert isinstance(build_data(node).evaluation, Stream)
+
+
+def test_no_part_of_a_stream_is_taken_for_evaluation(here: str) -> None:
+    with pytest.raises(ConfigError, match=r"`data.evaluation` must be null or evaluation data of its own"):
+        build_data({"_target_": f"{here}.Endless", "evaluation": 0.1})
 
 
 # Digits

@@ -288,7 +288,7 @@ def test_arguments_are_told_at_once() -> None:
     assert "`global_batch_size` must be a whole number from 1 on, but is 0 instead." in told
     assert "`num_workers` must be a whole number from 0 on, but is True instead." in told
     assert told[0].startswith("`accumulate` must be 1 if `microbatch_size` is given, but is 2")
-    assert any(one.startswith("`dataset` must be a map-style data set") for one in told)
+    assert any(one.startswith("`dataset` must be a data set") for one in told)
     assert "`eval_dataset` must hold at least one sample, but is empty." in told
     assert "2 of its 2 are others" in told[-1]
 
