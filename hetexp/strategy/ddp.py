@@ -152,7 +152,8 @@ class DDP(Strategy):
         _warn_of_batch_norm(model, communicator)
 
     def equal_passes(self, module: nn.Module) -> bool:
-        return _guard_of(module).norms is not None
+        guard = _guard_of(module)
+        return guard.norms is not None or bool(guard.iterations)
 
     def check_exchanged(self, module: nn.Module) -> None:
         """Refuse trained parameters without a gradient: DDP never sends their buckets.
@@ -217,8 +218,9 @@ class DDP(Strategy):
         if not missing:
             raise torch.OutOfMemoryError("Memory ran out after the last gradient was sent.")
         groups = [[parameter] for parameter in missing] if self.find_unused_parameters else [list(missing)]
+        sparse = _guard_of(module).sparse
         for group in groups:
-            zero = given_gradient(group, gradient)
+            zero = given_gradient(group, gradient, sparse)
             assert zero is not None
             try:
                 zero.backward()

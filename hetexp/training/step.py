@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hetexp.comm.forms import with_values
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.engine import StepResult
 from hetexp.training.gradient import Gradient
@@ -170,7 +171,7 @@ def clip(
     most = state.config.trainer.clip_norm
     if most is None:
         return None
-    norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
+    norm = torch.nn.utils.get_total_norm(with_values(gradients)) if norm is None else norm
     if finite:
         safe = norm if bad is None else norm.masked_fill(bad, 0.0)
         torch.nn.utils.clip_grads_with_norm_(state.parameters, most, safe)

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import hetexp
 from hetexp.balancing.base import BalancingPolicy
+from hetexp.checkpoint.weights import load_weights
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.comm.rendezvous import all_gather_json, compare_facts
 from hetexp.core.config import Config
+from hetexp.core.config.weights import first_weights
 from hetexp.core.fault import FaultSchedule
-from hetexp.core.instantiate import instantiate
+from hetexp.core.instantiate import instantiate, parameters
 from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data, same_shape
@@ -28,8 +30,9 @@ from hetexp.hardware.backend import Backend, backend_class, visible_places
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.guard import GuardedLogger
 from hetexp.logger.jsonl import MetricsFile
-from hetexp.model.base import build_model
+from hetexp.model.base import build_model, to_precision
 from hetexp.model.dropout import without_dropout
+from hetexp.model.first_call import call_once, lazy_names
 from hetexp.optimizer.build import build_optimizer, build_schedule
 from hetexp.plan.strategy import Strategy
 from hetexp.training.balancer import Balancer
@@ -106,14 +109,22 @@ def _build_ungrouped(
     if not config.debug.dropout:
         rates = without_dropout(model)
         log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
-    model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
+    inputs = None
+    if lazy_names(model):
+        inputs = _first_inputs(train)
+        seed_all(trainer.seed)  # the samples may have drawn numbers, but weights follow the seed
+        call_once(model, inputs)
+    weights, strict = first_weights(config.model, parameters(config.model["_target_"]))
+    if weights is not None:
+        load_weights(model, Path(weights), strict)
+    to_precision(model, torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
         run_on = agree(plan, config, rank, store, facts)
     else:
         run_on = [versions()]
         agree_as_newcomer(plan, member, store, facts)
-    inputs, _ = next(iter(DataLoader(same_shape(train), batch_size=min(2, num_samples))))
+    inputs = _first_inputs(train) if inputs is None else inputs
     trained = engine.shard(plan, config, rank, model, inputs)
     # From here on dropout and random samples differ from rank to rank, as the samples do.
     seed_all(trainer.seed + 1 + (rank if member is None else member))
@@ -148,6 +159,12 @@ def _build_ungrouped(
     strategy.configure(plan)
     engine.prepare(inputs)
     return state
+
+
+def _first_inputs(data: Dataset[Any]) -> Any:
+    """Return the inputs of a batch of the first two samples."""
+    inputs, _ = next(iter(DataLoader(same_shape(data), batch_size=min(2, len(data)))))  # type: ignore[arg-type]
+    return inputs
 
 
 def components(config: Config) -> tuple[Strategy, BalancingPolicy]:

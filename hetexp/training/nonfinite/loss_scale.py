@@ -9,12 +9,13 @@ torch's own `GradScaler` needs float64, which Arc cards and Apple's GPUs lack (p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from hetexp.comm.forms import with_values
 from hetexp.core.errors import HetexpError, SetupError
 from hetexp.hardware.backend import Backend
 from hetexp.model.base import WithAuxiliary
@@ -79,16 +80,16 @@ class LossScale:
         return cls(**raw)
 
 
-def largest_magnitude(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
+def largest_magnitude(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the largest magnitude on the device, NaN if the gradients hold one; `None` without gradients.
 
     The Euclidean norm would not do: it may overflow on one kind of device and not on another.
     """
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    dense = with_values(gradients)
     return torch.nn.utils.get_total_norm(dense, math.inf) if dense else None
 
 
-def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
+def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
     """Return whether no gradient holds an infinity or a NaN; waits for the device."""
     largest = largest_magnitude(gradients)
     return largest is None or math.isfinite(float(largest))
