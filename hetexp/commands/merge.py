@@ -129,8 +129,9 @@ def _cpu_state(parent: Parent) -> tuple[TrainState | None, str]:
     import torch.distributed as dist
 
     from hetexp.core.config import read_config
+    from hetexp.core.config.weights import without_weights
     from hetexp.core.errors import ConfigError
-    from hetexp.core.instantiate import untrusted
+    from hetexp.core.instantiate import parameters, untrusted
     from hetexp.core.plan import Plan
     from hetexp.hardware.backends.cpu import CpuBackend
     from hetexp.training.wiring import build_state
@@ -149,6 +150,7 @@ def _cpu_state(parent: Parent) -> tuple[TrainState | None, str]:
     if problems := untrusted({name: raw.get(name) for name in ("model", "data")}):
         return None, " ".join(problems)
     try:
+        raw["model"] = without_weights(raw["model"], parameters(raw["model"]["_target_"]))
         config = read_config(raw)
         plan = Plan(
             run_id="merge",

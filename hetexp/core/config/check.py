@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hetexp.core.cluster import ClusterConfig, cluster_problems
@@ -10,6 +11,7 @@ from hetexp.core.config.fault import fault_problems
 from hetexp.core.config.hardware import HardwareConfig, hardware_problems
 from hetexp.core.config.root import Config
 from hetexp.core.config.trainer import trainer_problems
+from hetexp.core.config.weights import without_weights
 from hetexp.core.errors import ConfigError, must_be
 
 
@@ -37,8 +39,14 @@ def check_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
     return config, wrong + problems
 
 
-def own_arguments(section: str, node: Any) -> Any:
-    """Return the arguments of a section's class, without the keys that hetexp itself reads there."""
+def own_arguments(section: str, node: Any, named: Collection[str] = ()) -> Any:
+    """Return the arguments of a section's class, without the keys that hetexp itself reads there.
+
+    Args:
+        named: arguments that the class names in its signature; they matter for `model` only.
+    """
+    if section == "model" and isinstance(node, Mapping):
+        return without_weights(node, named)
     if section != "strategy" or not isinstance(node, dict):
         return node
     return {name: value for name, value in node.items() if name != "fallback"}
