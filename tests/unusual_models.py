@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 
 class Lazy(nn.Module):
@@ -113,3 +114,23 @@ class RunningMean(nn.Module):
             with torch.no_grad():
                 self.mean.lerp_(inputs.mean(0), 0.1)
         return torch.as_tensor(self.head(inputs - self.mean))
+
+
+class Normalised(nn.Module):
+    """A linear classifier behind a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.norm(inputs)))
+
+
+class Shifted:
+    """Samples around a mean."""
+
+    def __init__(self, shift: float, num_samples: int = 48) -> None:
+        inputs = shift + torch.randn(num_samples, 3, generator=torch.Generator().manual_seed(0))
+        data = TensorDataset(inputs, (inputs[:, 0] > shift).long())
+        self.train, self.evaluation = data, data
