@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ from torch import nn
 from hetexp.comm.forms import no_rows, sparse_parameters
 from hetexp.core.call import call_model
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
-from hetexp.model.spectral import spectral_iterations
 
 
 class _Given(torch.autograd.Function):
@@ -97,8 +96,8 @@ class EmptyShareGuard(nn.Module):
         """Parameters that get a gradient in each step."""
         self.sparse = sparse_parameters(model)
         """Parameters whose gradients are sparse."""
-        self.iterations = spectral_iterations(model)
-        """The power iterations of spectral norms, which a pass without samples makes, too."""
+        self.iterations: Sequence[Callable[[], None]] = ()
+        """Called in a pass without samples: what a pass changes whatever its samples are."""
         self.norms: PassesTogether | None = None
         """The BatchNorm layers, if ranks have common statistics."""
         self.used: list[nn.Parameter] | None = None

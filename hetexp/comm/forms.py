@@ -30,15 +30,6 @@ def no_rows(like: torch.Tensor, value: float = 0.0) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, like.shape, is_coalesced=True, check_invariants=False)
 
 
-def with_values(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return dense tensors with the numbers of gradients: of a sparse one its rows, each once, if any."""
-    dense = [gradient for gradient in gradients if not gradient.is_sparse]
-    if len(dense) == len(gradients):
-        return dense
-    rows = [gradient.coalesce().values() for gradient in gradients if gradient.is_sparse]
-    return dense + [values for values in rows if values.numel()]
-
-
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a complex tensor's real and imaginary parts [..., 2]; a real tensor as it is."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

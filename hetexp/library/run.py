@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from hetexp.comm.forms import with_values
 from hetexp.comm.rendezvous import all_gather_json
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.errors import UsageError
@@ -25,7 +24,7 @@ from hetexp.library.step import Reduction, ScriptStep
 from hetexp.training.engine import StepResult
 from hetexp.training.loop import MetricsWindow, Outcome, rebalance
 from hetexp.training.measuring.result import report
-from hetexp.training.nonfinite.loss_scale import widened
+from hetexp.training.nonfinite.loss_scale import widened, with_values
 from hetexp.training.replicas import warn_of_own_buffers
 from hetexp.training.saving import resuming
 from hetexp.training.saving import save as saving

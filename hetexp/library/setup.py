@@ -29,11 +29,12 @@ from hetexp.library.alone import FirstLine, device_alone, plan_alone, torch_devi
 from hetexp.library.batches import Collate, check_dataset
 from hetexp.library.front import Called
 from hetexp.library.run import Run
+from hetexp.model.first_call import call_once, lazy_names
 from hetexp.plan.exchange_checks import float64_problem
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
 from hetexp.training.replica import Replica
-from hetexp.training.seeding import seed_all
+from hetexp.training.seeding import seed_all, seeded
 from hetexp.training.state import TrainState
 from hetexp.training.wiring import (
     agree,
@@ -59,6 +60,7 @@ class Launched:
     """The result of the script's `setup`."""
 
 
+CALL_FIRST = "Call the model once, with a batch, before hetexp.setup."
 _launched: Launched | None = None
 
 
@@ -126,6 +128,7 @@ def setup(
     problems += _check_optimizer(model, optimizer)
     if problems:
         raise ConfigError(problems)
+    _give_shapes(model, dataset, seed, collate)
     launched = _launched
     if launched is not None:
         if launched.run is not None:
@@ -154,6 +157,26 @@ def setup(
         state.loggers = start_loggers(state)  # after `resume`, whose run they name
         launched.ready()
     return launched.run
+
+
+def _give_shapes(model: nn.Module, dataset: Dataset[Any], seed: int, collate: Collate) -> None:
+    """Call a model with lazy layers once, with a batch of the first two samples.
+
+    Raises:
+        ConfigError: the batch does not show the model's inputs, or they do not give it all shapes.
+    """
+    if not lazy_names(model):
+        return
+    with seeded(seed):  # each rank draws the same weights, and the script goes on as without them
+        count = min(2, len(dataset))  # type: ignore[arg-type]  # map-style, as checked
+        batch = collate([dataset[index] for index in range(count)])
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            call_once(model, batch[0], CALL_FIRST)
+            return
+    raise ConfigError(
+        "`model` must have shapes for all its tensors, but has lazy layers, and only batches of the form "
+        f"(inputs, targets) show how to call it. {CALL_FIRST}"
+    )
 
 
 @dataclass(frozen=True)

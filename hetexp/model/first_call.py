@@ -30,7 +30,7 @@ def call_once(model: nn.Module, inputs: Any, fix: str = "Call it once where it i
     Buffers that have a shape before keep their values.
 
     Args:
-        inputs: of a small batch; floating-point ones are used in float32.
+        inputs: of a small batch; floating-point ones are used in the model's type, by default float32.
         fix: the last sentence of the error.
 
     Raises:
@@ -39,8 +39,10 @@ def call_once(model: nn.Module, inputs: Any, fix: str = "Call it once where it i
     names = lazy_names(model)
     if not names:
         return
-    device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
-    inputs = tree_map_only(torch.Tensor, lambda t: t.to(device, type_in(t, torch.float32)), inputs)
+    tensors = list(chain(model.parameters(), model.buffers()))
+    device = tensors[0].device
+    dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+    inputs = tree_map_only(torch.Tensor, lambda t: t.to(device, type_in(t, dtype)), inputs)
     reason = "its first call left them without a shape"
     with _as_before(model), torch.no_grad():
         for training in (False, True):

@@ -93,10 +93,12 @@ class DDP(Strategy):
         from torch.nn.parallel import DistributedDataParallel
 
         from hetexp.comm.empty_share import EmptyShareGuard
+        from hetexp.strategy.spectral import spectral_iterations
 
         # torch 2.13 deprecates the argument and warns whenever it is given, also with its own default.
         buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
         guard, constant = EmptyShareGuard(model), getattr(model, "constant_names", None)
+        guard.iterations = spectral_iterations(model)
         if callable(constant):  # every rank has them: they need not be sent, at the start or ever
             names = [f"model.{name}" for name in constant()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(guard, names)

@@ -27,7 +27,6 @@ from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.logger.base import Logger
-from hetexp.model.base import type_in
 from hetexp.model.hooks import NO_HOOKS, ModelHooks
 from hetexp.plan.strategy import Strategy
 from hetexp.training.balancer import Balancer
@@ -208,7 +207,9 @@ class TrainState:
 def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Move nested tensors to a device, floating-point ones in this type; other values stay as they are."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, type_in(value, dtype), non_blocking=True)
+        if value.is_complex():
+            return value.to(device, dtype.to_complex(), non_blocking=True)
+        return value.to(device, dtype if value.is_floating_point() else value.dtype, non_blocking=True)
     if isinstance(value, dict):
         return {key: on_device(item, device, dtype) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
-from hetexp.comm.forms import with_values
 from hetexp.optimizer.build import restart_schedule
 from hetexp.training.engine import StepResult
 from hetexp.training.gradient import Gradient
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.model_hooks import project
 from hetexp.training.nonfinite.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
+from hetexp.training.nonfinite.loss_scale import with_values
 from hetexp.training.nonfinite.search import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import fatal_out_of_memory, sizes_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import hetexp
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.checkpoint.weights import load_weights
 from hetexp.comm.communicator import SoloCommunicator
+from hetexp.comm.forms import sparse_parameters
 from hetexp.comm.rendezvous import all_gather_json, compare_facts
 from hetexp.core.config import Config
 from hetexp.core.config.weights import first_weights
+from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate, parameters
 from hetexp.core.lines import all_rows
@@ -50,6 +53,8 @@ log = logging.getLogger(__name__)
 LAUNCHER_FIRST_SECONDS = 5.0
 """How much longer than the launcher a rank waits for the others: the launcher can name the late rank."""
 
+TAKES_SPARSE = (torch.optim.SGD, torch.optim.Adagrad)
+"""torch's optimizers that take sparse gradients beside dense ones."""
 HANDSHAKE = "handshake"
 """Topic in the store for the facts that ranks compare before they train."""
 
@@ -105,18 +110,7 @@ def _build_ungrouped(
     sampler = strategy.sampler(plan, config, num_samples)
     # Again, and with the CPU's generator: the same weights on all devices, however much the data drew.
     seed_all(trainer.seed)
-    model = build_model(config.model, data.facts, trainer.activation_checkpointing)
-    if not config.debug.dropout:
-        rates = without_dropout(model)
-        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
-    inputs = None
-    if lazy_names(model):
-        inputs = _first_inputs(train)
-        seed_all(trainer.seed)  # the samples may have drawn numbers, but weights follow the seed
-        call_once(model, inputs)
-    weights, strict = first_weights(config.model, parameters(config.model["_target_"]))
-    if weights is not None:
-        load_weights(model, Path(weights), strict)
+    model = _build_model(config, data.facts, train)
     to_precision(model, torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
@@ -124,13 +118,14 @@ def _build_ungrouped(
     else:
         run_on = [versions()]
         agree_as_newcomer(plan, member, store, facts)
-    inputs = _first_inputs(train) if inputs is None else inputs
+    inputs = _first_inputs(train)
     trained = engine.shard(plan, config, rank, model, inputs)
     # From here on dropout and random samples differ from rank to rank, as the samples do.
     seed_all(trainer.seed + 1 + (rank if member is None else member))
     model.to(device)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, trained)
+    _check_sparse(optimizer, model)
     state = TrainState(
         plan=plan,
         config=config,
@@ -161,10 +156,49 @@ def _build_ungrouped(
     return state
 
 
+def _build_model(config: Config, facts: Mapping[str, Any], train: Dataset[Any]) -> nn.Module:
+    """Return the model with its first weights, on the CPU and in the types that its class gives them."""
+    trainer = config.trainer
+    model = build_model(config.model, facts, trainer.activation_checkpointing)
+    if not config.debug.dropout:
+        rates = without_dropout(model)
+        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
+    if lazy_names(model):
+        inputs = _first_inputs(train)
+        seed_all(trainer.seed)  # the samples may have drawn numbers, but weights follow the seed
+        call_once(model, inputs)
+    weights, strict = first_weights(config.model, parameters(config.model["_target_"]))
+    if weights is not None:
+        load_weights(model, Path(weights), strict)
+    return model
+
+
 def _first_inputs(data: Dataset[Any]) -> Any:
     """Return the inputs of a batch of the first two samples."""
     inputs, _ = next(iter(DataLoader(same_shape(data), batch_size=min(2, len(data)))))  # type: ignore[arg-type]
     return inputs
+
+
+def _check_sparse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Check that one of torch's optimizers takes the sparse gradients of a model.
+
+    Raises:
+        ConfigError: it does not, or takes no others, of which there are some.
+    """
+    sparse = sparse_parameters(model)
+    if not sparse or type(optimizer).__module__.partition(".")[0] != "torch":
+        return
+    named = [(name, p in sparse) for name, p in model.named_parameters() if p.requires_grad]
+    is_sparse_adam = isinstance(optimizer, torch.optim.SparseAdam)
+    odd = next((name for name, is_sparse in named if is_sparse != is_sparse_adam), None)
+    if odd is None or (not is_sparse_adam and isinstance(optimizer, TAKES_SPARSE)):
+        return
+    accepted = "torch.optim.SGD or Adagrad"
+    if not is_sparse_adam:
+        accepted += ", or SparseAdam if all gradients are sparse"
+    form = "dense" if is_sparse_adam else "sparse (sparse=True)"
+    target = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    raise ConfigError(must_be("optimizer._target_", accepted, target, f"The gradient of {odd} is {form}."))
 
 
 def components(config: Config) -> tuple[Strategy, BalancingPolicy]:

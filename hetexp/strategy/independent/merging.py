@@ -131,17 +131,7 @@ def merge(
         "method": "greedy soup" if options.soup else "mean",
         "weights": trials.parts_of(chosen),
         "parents": [
-            {
-                "device": parent.name,
-                "run_id": parent.state["extra"]["run_id"],
-                "checkpoint": str(parent.folder),
-                "step": parent.state["step"],
-                "samples": parent.samples,
-                "share": parent.part.get("share"),
-                "seed": parent.state["extra"]["config"]["trainer"]["seed"],
-                "loss": loss,
-            }
-            for parent, loss in zip(parents, parent_losses, strict=True)
+            _described(parent) | {"loss": loss} for parent, loss in zip(parents, parent_losses, strict=True)
         ],
         "merged_loss": evaluation.get("loss"),
         "worse_than_best_parent": worse,
@@ -150,6 +140,18 @@ def merge(
         "other_start": foreign,
     }
     return Merged(tensors, report, evaluation)
+
+
+def _described(parent: Parent) -> dict[str, Any]:
+    return {
+        "device": parent.name,
+        "run_id": parent.state["extra"]["run_id"],
+        "checkpoint": str(parent.folder),
+        "step": parent.state["step"],
+        "samples": parent.samples,
+        "share": parent.part.get("share"),
+        "seed": parent.state["extra"]["config"]["trainer"]["seed"],
+    }
 
 
 class _Trials:

@@ -15,11 +15,12 @@ from torch import nn
 
 from hetexp.comm.compression import compressor_of
 from hetexp.comm.exchange import Exchange
-from hetexp.comm.forms import as_real, with_values
+from hetexp.comm.forms import as_real
 from hetexp.comm.subgroup import form_subgroup
 from hetexp.hardware.emulation.pacing import GRAIN_SECONDS
 from hetexp.hardware.links import links_of
 from hetexp.strategy.pipeline.cutting import Cut
+from hetexp.training.nonfinite.loss_scale import with_values
 
 if TYPE_CHECKING:
     from hetexp.training.state import TrainState

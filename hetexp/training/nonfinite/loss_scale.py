@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from hetexp.comm.forms import with_values
 from hetexp.core.errors import HetexpError, SetupError
 from hetexp.hardware.backend import Backend
 from hetexp.model.base import WithAuxiliary
@@ -78,6 +77,15 @@ class LossScale:
     def from_dict(cls, raw: dict[str, Any]) -> LossScale:
         """Read what `to_dict` returned."""
         return cls(**raw)
+
+
+def with_values(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return dense tensors with the numbers of gradients: of a sparse one its rows, each once, if any."""
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
+    if len(dense) == len(gradients):
+        return dense
+    rows = [gradient.coalesce().values() for gradient in gradients if gradient.is_sparse]
+    return dense + [values for values in rows if values.numel()]
 
 
 def largest_magnitude(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
