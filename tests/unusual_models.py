@@ -26,6 +26,13 @@ class Lazy(nn.Module):
         return out
 
 
+class LazyLayers(nn.Sequential):
+    """Lazy layers without a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LazyLinear(12), nn.ReLU(), nn.LazyLinear(4))
+
+
 class Unfinished(nn.Module):
     """A lazy layer that no pass uses."""
 
