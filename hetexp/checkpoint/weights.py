@@ -108,7 +108,7 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
             return tensors
     try:
         return _read_file(find_checkpoint(folder) / FILES[0])
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:  # they speak of `resume`
         raise ValueError(f"It holds neither {FILES[0]} nor a whole checkpoint.") from error
 
 
