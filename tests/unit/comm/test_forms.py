@@ -14,7 +14,7 @@ def sparse(
     rows: list[int], width: int = 3, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
     values = torch.randn(len(rows), width, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    return torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64), values, (9, WIDTH)).coalesce()
+    return torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64), values, (9, width)).coalesce()
 
 
 def summed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
