@@ -46,7 +46,8 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> None:
     """
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     names = plain_names(model)
-    found = _unwrapped(_read(path), {names[name]: tensor for name, tensor in state.items()})
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    found = _unwrapped(_read(path), {names[name]: tensor for name, tensor in state.items()}, prefix)
     by_identity = {identity(state[n], n): found[names[n]] for n in state if names[n] in found}
     chosen = {n: found.get(names[n], by_identity.get(identity(t, n))) for n, t in state.items()}
     shapes = [
@@ -130,17 +131,21 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
-def _unwrapped(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unwrapped(tensors: dict[str, Tensor], state: Mapping[str, Tensor], inner: str = "") -> dict[str, Tensor]:
     """Return the tensors without what wrappers put before every name, and complex ones as such.
 
     Args:
         state: the model's tensors by name.
+        inner: name of the model inside a model of transformers, whose weights may have been saved alone.
     """
     while tensors and not state.keys() & tensors.keys():
         prefix = next((p for p in _WRAPPERS if all(name.startswith(p) for name in tensors)), None)
         if prefix is None:
             break
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    inside = {f"{inner}.{name}": tensor for name, tensor in tensors.items()}
+    if not state.keys() & tensors.keys() and state.keys() & inside.keys():
+        tensors = inside
     for name in tensors.keys() & state.keys():
         # A checkpoint of hetexp holds complex128 as its real and imaginary parts.
         if state[name].is_complex() and tensors[name].shape == (*state[name].shape, 2):

@@ -115,6 +115,21 @@ def test_what_fits_is_loaded_on_request(other: Path, caplog: pytest.LogCaptureFi
     assert torch.equal(model.head.weight.detach(), head)
 
 
+def test_the_inner_model_of_a_transformer_may_be_saved_alone(tmp_path: Path) -> None:
+    class Classifier(nn.Module):
+        base_model_prefix = "bert"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert, self.classifier = Tied(2), nn.Linear(3, 2)
+
+    model, path = Classifier(), as_folder(tmp_path, Tied(1))
+    with pytest.raises(ConfigError, match=r"lacks classifier\.weight, classifier\.bias\. model"):
+        load_weights(model, path)
+    load_weights(model, path, strict=False)
+    assert torch.equal(model.bert.embed.weight, Tied(1).embed.weight)
+
+
 class Code:
     """What a pickle may run."""
 
