@@ -110,8 +110,8 @@ def _build_ungrouped(
     sampler = strategy.sampler(plan, config, num_samples)
     # Again, and with the CPU's generator: the same weights on all devices, however much the data drew.
     seed_all(trainer.seed)
-    model = _build_model(config, data.facts, train)
-    to_precision(model, torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
+    dtype = torch.float64 if plan.precisions[rank] == "float64" else torch.float32
+    model = _build_model(config, data.facts, train, dtype)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
         run_on = agree(plan, config, rank, store, facts)
@@ -156,8 +156,10 @@ def _build_ungrouped(
     return state
 
 
-def _build_model(config: Config, facts: Mapping[str, Any], train: Dataset[Any]) -> nn.Module:
-    """Return the model with its first weights, on the CPU and in the types that its class gives them."""
+def _build_model(
+    config: Config, facts: Mapping[str, Any], train: Dataset[Any], dtype: torch.dtype
+) -> nn.Module:
+    """Return the model with its first weights, on the CPU, floating-point ones in this type."""
     trainer = config.trainer
     model = build_model(config.model, facts, trainer.activation_checkpointing)
     if not config.debug.dropout:
@@ -167,6 +169,7 @@ def _build_model(config: Config, facts: Mapping[str, Any], train: Dataset[Any]) 
         inputs = _first_inputs(train)
         seed_all(trainer.seed)  # the samples may have drawn numbers, but weights follow the seed
         call_once(model, inputs)
+    to_precision(model, dtype)  # before weights from files, which may be in float64
     weights, strict = first_weights(config.model, parameters(config.model["_target_"]))
     if weights is not None:
         load_weights(model, Path(weights), strict)

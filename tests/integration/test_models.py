@@ -11,7 +11,7 @@ import torch
 import unusual_loop
 from support import Run, Train, difference, start_run, start_script, worst
 
-from hetexp.core.errors import RunFailedError
+from hetexp.core.errors import ConfigError, RunFailedError
 
 STEPS = 6
 VECTORS = ("data=synthetic", "data.num_samples=72", "data.num_test_samples=20", "model=custom")
@@ -159,3 +159,13 @@ def test_a_script_of_ones_own_equals_one_device(
     alone = torch.load(tmp_path / "1_0.pt")
     for rank in range(len(weights)):
         assert difference(torch.load(tmp_path / f"{len(weights)}_{rank}.pt"), alone) <= 1e-12
+
+
+def test_a_training_begins_with_given_weights(train: Train, single: Callable[..., Run]) -> None:
+    whole = single(*COMPLEX, *COMMON)
+    weights = f"+model.weights={whole.folder / 'checkpoints' / 'step_00000003'}"
+    still = ("optimizer=sgd", "optimizer.lr=0", "trainer.max_steps=1")
+    run = train(*COMPLEX, *COMMON, *split(3, 1), *still, weights)
+    assert difference(run.parameters(), whole.parameters(3)) <= 1e-15
+    with pytest.raises(ConfigError, match=r"`model\.weights` must be an existing file or folder"):
+        train(*COMPLEX, *COMMON, *split(3, 1), "+model.weights=/nowhere")
