@@ -128,7 +128,6 @@ def setup(
     problems += _check_optimizer(model, optimizer)
     if problems:
         raise ConfigError(problems)
-    _give_shapes(model, dataset, seed, collate)
     launched = _launched
     if launched is not None:
         if launched.run is not None:
@@ -212,6 +211,7 @@ def _state(
 ) -> TrainState:
     """Return this rank's state, agreed on by all ranks, with a model that nothing wraps yet."""
     model, optimizer = given.model, given.optimizer
+    _give_shapes(model, given.train, config.trainer.seed, given.collate)
     strategy, policy = components(config)
     run_on: tuple[dict[str, str], ...] = ()
     if _launched is None:
