@@ -59,7 +59,7 @@ def pack_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     state = _tensors(model)
     for name in sorted(state):
         tensor = state[name]
-        same = kept.setdefault(_identity(tensor, name), name)
+        same = kept.setdefault(identity(tensor, name), name)
         if same == name:
             tensors[name] = tensor
         else:
@@ -81,12 +81,12 @@ def match_model(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Te
     by_identity: dict[tuple[Any, ...], Tensor] = {}
     extra = [name for name in tensors if name not in state]
     for name, tensor in tensors.items():
-        if name in state and by_identity.setdefault(_identity(state[name], name), tensor) is not tensor:
+        if name in state and by_identity.setdefault(identity(state[name], name), tensor) is not tensor:
             extra.append(f"{name} apart from the tensor that the model ties it to")
     full = {
         name: saved
         for name, target in state.items()
-        if (saved := tensors.get(name, by_identity.get(_identity(target, name)))) is not None
+        if (saved := tensors.get(name, by_identity.get(identity(target, name)))) is not None
     }
     if missing := [name for name in state if name not in full]:
         raise CheckpointError(_mismatch("all tensors of the model", "lacks", missing))
@@ -100,7 +100,12 @@ def match_model(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Te
         raise CheckpointError(_mismatch("tensors of the model's shapes", "holds", shapes))
     _check_dtypes(full, state)
     names = plain_names(model)
-    return {name: full[names[name]] for name in model.state_dict()}
+    return {
+        name: torch.view_as_complex(full[names[name]])
+        if value.dtype == torch.complex128
+        else full[names[name]]
+        for name, value in model.state_dict().items()
+    }
 
 
 def _check_dtypes(full: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -125,11 +130,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"The model's '{name}' must be a tensor to be saved, but is {type(value).__name__}."
             )
-        tensors[names[name]] = value
+        # safetensors has no complex128: its real and imaginary parts are saved, [..., 2] in float64.
+        tensors[names[name]] = torch.view_as_real(value) if value.dtype == torch.complex128 else value
     return tensors
 
 
-def _identity(tensor: Tensor, name: str) -> tuple[Any, ...]:
+def identity(tensor: Tensor, name: str) -> tuple[Any, ...]:
     """Return a key that is equal for two views of the same memory; tensors without memory are never equal."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return (name,)

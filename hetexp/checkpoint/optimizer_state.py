@@ -167,6 +167,9 @@ def _encode(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
+        if value.dtype == torch.complex128:  # safetensors has no such type
+            tensors[path] = torch.view_as_real(value)
+            return {"$tensor": path, "complex": True}
         tensors[path] = value
         return {"$tensor": path}
     if isinstance(value, list) or type(value) is tuple:
@@ -190,7 +193,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> 
         return value
     if "$tensor" in value:
         # A copy: the loaded tensor may be a view of the file.
-        return tensors[value["$tensor"]].to(device, copy=True)
+        copied = tensors[value["$tensor"]].to(device, copy=True)
+        return torch.view_as_complex(copied) if value.get("complex") else copied
     if "$tuple" in value:
         return tuple(_decode(item, tensors, device) for item in value["$tuple"])
     return {key: _decode(item, tensors, device) for key, item in value["$dict"].items()}

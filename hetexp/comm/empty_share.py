@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from hetexp.comm.forms import no_rows, sparse_parameters
 from hetexp.core.call import call_model
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
 
@@ -22,32 +23,46 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, before: torch.Tensor | None, parameter: torch.Tensor, gradient: float
+        ctx: Any, before: torch.Tensor | None, parameter: torch.Tensor, gradient: float, sparse: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(parameter)
-        ctx.gradient = gradient
-        return parameter.new_zeros(())
+        ctx.gradient, ctx.sparse = gradient, sparse
+        # Real for a complex parameter, too: only a real number can be the end of backward.
+        return torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None]:
         (parameter,) = ctx.saved_tensors
         before = gradients[0] if ctx.needs_input_grad[0] else None
-        return before, torch.full_like(parameter, ctx.gradient), None
+        given = no_rows(parameter, ctx.gradient) if ctx.sparse else torch.full_like(parameter, ctx.gradient)
+        return before, given, None, None
 
 
-def zero_with_gradient(before: torch.Tensor | None, parameter: torch.Tensor, gradient: float) -> torch.Tensor:
-    """Return a zero whose backward gives a parameter this gradient, and then goes on to the zero before."""
-    zero: torch.Tensor = _Given.apply(before, parameter, gradient)  # type: ignore[no-untyped-call]
+def zero_with_gradient(
+    before: torch.Tensor | None, parameter: torch.Tensor, gradient: float, sparse: bool = False
+) -> torch.Tensor:
+    """Return a zero whose backward gives a parameter this gradient, and then goes on to the zero before.
+
+    Args:
+        sparse: whether the gradient is a sparse tensor: without rows, or with one if `gradient` is not 0.
+    """
+    zero: torch.Tensor = _Given.apply(before, parameter, gradient, sparse)  # type: ignore[no-untyped-call]
     return zero
 
 
-def given_gradient(parameters: Iterable[nn.Parameter], gradient: float) -> torch.Tensor | None:
-    """Return a zero whose backward gives `gradient` to every element of the trained parameters."""
+def given_gradient(
+    parameters: Iterable[nn.Parameter], gradient: float, sparse: Container[nn.Parameter] = ()
+) -> torch.Tensor | None:
+    """Return a zero whose backward gives `gradient` to every element of the trained parameters.
+
+    Args:
+        sparse: the parameters whose gradients are sparse (`zero_with_gradient`).
+    """
     # A chain, so that gradients come in the order of a real backward: DDP uses rank 0's order on all ranks.
     zero: torch.Tensor | None = None
     for parameter in parameters:
         if parameter.requires_grad:
-            zero = zero_with_gradient(zero, parameter, gradient)
+            zero = zero_with_gradient(zero, parameter, gradient, parameter in sparse)
     return zero
 
 
@@ -79,6 +94,10 @@ class EmptyShareGuard(nn.Module):
         self.model = model
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         """Parameters that get a gradient in each step."""
+        self.sparse = sparse_parameters(model)
+        """Parameters whose gradients are sparse."""
+        self.iterations: Sequence[Callable[[], None]] = ()
+        """Called in a pass without samples: what a pass changes whatever its samples are."""
         self.norms: PassesTogether | None = None
         """The BatchNorm layers, if ranks have common statistics."""
         self.used: list[nn.Parameter] | None = None
@@ -104,8 +123,12 @@ class EmptyShareGuard(nn.Module):
                     raise
                 self.shortage = first_line(error)
             # Here the error is freed, and with it the frames that held the pass's tensors.
+        if self.shortage is None:
+            for iterate in self.iterations:
+                iterate()
         if self.norms is not None and self.shortage is None:
             return self.norms.without_samples()
         if self.shortage is not None:
-            return given_gradient(self.model.parameters(), math.nan)
-        return given_gradient(self.model.parameters() if self.used is None else self.used, 0.0)
+            return given_gradient(self.model.parameters(), math.nan, self.sparse)
+        used = self.model.parameters() if self.used is None else self.used
+        return given_gradient(used, 0.0, self.sparse)

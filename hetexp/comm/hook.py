@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hetexp.comm.compression import Compressor, compressor_of
 from hetexp.comm.exchange import Exchange
+from hetexp.comm.forms import as_real, sum_sparse
 from hetexp.core.cost.step import Links, Wire
 
 Result = TypeVar("Result")
@@ -53,11 +54,12 @@ class Feedback:
         feedback = torch.zeros_like(like)
         start = 0
         for parameter in parameters:
-            part = feedback[start : start + parameter.numel()]
+            numbers = parameter.numel() * (2 if parameter.is_complex() else 1)
+            part = feedback[start : start + numbers]
             if parameter in self.lost:
                 part.copy_(self.lost[parameter])
             self.lost[parameter] = part
-            start += parameter.numel()
+            start += numbers
         for old in [old for old in self._buckets if set(old) & set(key)]:
             del self._buckets[old]
         self._buckets[key] = feedback
@@ -145,12 +147,24 @@ class Averaging(CommHook):
         """Start the exchange of a filled bucket; the future holds its mean over all ranks."""
         raise NotImplementedError
 
-    def average_(self, tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        """Replace a bucket by its mean over all ranks.
+    def average(self, tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a bucket's mean over all ranks; a dense bucket is replaced by it.
+
+        A complex bucket travels as its real and imaginary parts. A sparse one is a single gradient, whose
+        rows travel as they are, also where others are compressed.
 
         Args:
+            tensor: the bucket, flat unless it is sparse.
             parameters: of the bucket's gradients, in its order.
         """
+        if tensor.is_sparse:
+            mean, num_bytes = sum_sparse(self._transport, tensor.coalesce() / self._world_size)
+            self.sent_bytes += num_bytes
+            return mean
+        self._average_(as_real(tensor).view(-1), parameters)
+        return tensor
+
+    def _average_(self, tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         tensor.div_(self._world_size)  # before the sum: a large gradient must not overflow
         if self._compressor is None:
             self._transport.sum_(tensor)
@@ -193,9 +207,9 @@ class GradientHook(Averaging):
             try:
                 with self._beside(bucket):
                     began = time.perf_counter()
-                    self.average_(bucket.tensor, bucket.parameters)
+                    mean = self.average(bucket.tensor, bucket.parameters)
                     self.exchange_seconds += time.perf_counter() - began
-                    bucket.future.set_result(bucket.tensor)
+                    bucket.future.set_result(mean)
             except BaseException as error:  # of any class: backward must not wait for ever
                 bucket.future.set_exception(error)  # type: ignore[arg-type]
 

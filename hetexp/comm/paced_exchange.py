@@ -101,7 +101,7 @@ class PacedExchange(Averaging):
     def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._settle()
         tensor = bucket.buffer()
-        self.buckets.append((self._done(), tensor.numel() * tensor.element_size()))
+        self.buckets.append((self._done(), _num_bytes(tensor)))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._sending.put(_Bucket(tensor, bucket.parameters(), time.perf_counter(), future))
         return future
@@ -141,19 +141,20 @@ class PacedExchange(Averaging):
         self._returning.put(None)
 
     def _exchange(self, bucket: _Bucket) -> None:
-        num_bytes = bucket.tensor.numel() * bucket.tensor.element_size()
+        num_bytes = _num_bytes(bucket.tensor)
         links, scale = self.links, self.time_scale
         out = links.bucket_out_seconds(self._rank, num_bytes)
-        back = links.bucket_back_seconds(self._rank, num_bytes)
         at_host = max(bucket.ready, self._to_host_free) + out * scale
-        moment = torch.tensor([at_host], dtype=torch.float64)
+        # Ranks may have different numbers of a sparse gradient's rows; all send as many as the largest has.
+        moment = torch.tensor([at_host, num_bytes], dtype=torch.float64)
         dist.all_reduce(moment, op=dist.ReduceOp.MAX, group=self._group)
-        met = time.perf_counter()
-        start = max(float(moment), self._exchange_free)
+        met, num_bytes = time.perf_counter(), int(moment[1])
+        back = links.bucket_back_seconds(self._rank, num_bytes)
+        start = max(float(moment[0]), self._exchange_free)
         exchanged = start + links.bucket_seconds(num_bytes) * scale
         bucket.due = max(exchanged, self._back_free) + back * scale
         self._to_host_free, self._exchange_free, self._back_free = at_host, exchanged, bucket.due
-        self.average_(bucket.tensor, bucket.parameters)
+        bucket.tensor = self.average(bucket.tensor, bucket.parameters)
         if scale == 0.0:
             modelled = out + links.bucket_seconds(num_bytes) + back
             self._ratios.append((time.perf_counter() - met) / modelled)
@@ -173,3 +174,10 @@ class PacedExchange(Averaging):
             self.link_seconds.append((now - ready, due - ready))
             self.modelled_seconds += due - ready
             self.late_seconds += max(0.0, now - due - GRAIN_SECONDS)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a bucket; of a sparse gradient those of its rows and their indices."""
+    if not tensor.is_sparse:
+        return tensor.numel() * tensor.element_size()
+    return tensor._indices().nbytes + tensor._values().nbytes

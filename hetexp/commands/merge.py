@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from hetexp.commands.support.command_line import add_shared, command_parser, exi
 
 if TYPE_CHECKING:
     from hetexp.checkpoint.merge import Parent
+    from hetexp.strategy.independent.merging import TrainingData
     from hetexp.training.state import TrainState
 
 _EPILOG = """\
@@ -83,14 +85,19 @@ def _run(options: argparse.Namespace) -> int:
         console.print(f"Nothing is evaluated: {reason}", style="yellow", markup=False, highlight=False)
     elif state.eval_data is None:
         console.print("Nothing is evaluated: the runs have no evaluation data.", style="yellow")
+    data, unbuilt = _training_data(parents, state)
+    averages = unbuilt is not None and options.batch_norm == "recalibrate"
+    if averages:
+        text = f"BatchNorm's running statistics, if there are any, are averaged: {unbuilt}"
+        console.print(text, style="yellow", markup=False, highlight=False)
     settings = MergeOptions(
         weights=tuple(options.weights) if options.weights is not None else None,
         soup=options.soup,
-        batch_norm=options.batch_norm,
+        batch_norm="average" if averages else options.batch_norm,
         lora_scaling=options.lora_scaling,
         force=options.force,
     )
-    merged = merge(parents, settings, state)
+    merged = merge(parents, settings, state, data=data)
     folder = _output(options.output, options.runs)
     path = write_merged(folder, parents, merged)
     show_merge(merged.report, console)
@@ -123,14 +130,57 @@ def _output(output: Path | None, runs: Sequence[Path]) -> Path:
     return first / "merged" / "checkpoints"
 
 
+def _training_data(
+    parents: Sequence[Parent], state: TrainState | None
+) -> tuple[list[TrainingData], str | None]:
+    """Return each parent's training data; none with the reason if they cannot be built.
+
+    Args:
+        state: of the first parent; `None`: nothing is measured.
+    """
+    from hetexp.core.errors import ConfigError
+    from hetexp.core.instantiate import untrusted
+    from hetexp.data.base import build_data, indexed
+    from hetexp.data.sampler import GlobalSampler
+    from hetexp.strategy.independent.merging import RECALIBRATED_SAMPLES, TrainingData, first_epoch
+    from hetexp.training.seeding import seeded
+
+    if state is None:
+        return [], None
+    built: dict[str, TrainingData] = {}
+    keys = []
+    for parent in parents:
+        config = parent.state["extra"]["config"]
+        trainer = config["trainer"]
+        seed, batch = trainer["seed"], trainer["global_batch_size"]
+        key = json.dumps([config["data"], seed, batch], sort_keys=True)
+        keys.append(key)
+        if key in built:
+            continue
+        try:
+            if problems := untrusted({"data": config["data"]}):
+                raise ConfigError(problems)
+            with seeded(seed):
+                train = build_data(config["data"]).train if built else state.train_data
+                samples = indexed(train, RECALIBRATED_SAMPLES)
+            order = first_epoch(GlobalSampler(len(samples), batch, seed))  # type: ignore[arg-type]
+        except Exception as error:  # the user's own classes run any code
+            cause = error.__cause__ or error
+            text = str(cause).strip().partition("\n")[0]
+            return [], f"the data of {parent.folder} cannot be built ({type(cause).__name__}: {text})."
+        built[key] = TrainingData(key, samples, order)
+    return [built[key] for key in keys], None
+
+
 def _cpu_state(parent: Parent) -> tuple[TrainState | None, str]:
     """Return a parent's training state on one CPU; if it cannot be built, `None` and the reason."""
     import torch
     import torch.distributed as dist
 
     from hetexp.core.config import read_config
+    from hetexp.core.config.weights import without_weights
     from hetexp.core.errors import ConfigError
-    from hetexp.core.instantiate import untrusted
+    from hetexp.core.instantiate import parameters, untrusted
     from hetexp.core.plan import Plan
     from hetexp.hardware.backends.cpu import CpuBackend
     from hetexp.training.wiring import build_state
@@ -149,6 +199,7 @@ def _cpu_state(parent: Parent) -> tuple[TrainState | None, str]:
     if problems := untrusted({name: raw.get(name) for name in ("model", "data")}):
         return None, " ".join(problems)
     try:
+        raw["model"] = without_weights(raw["model"], parameters(raw["model"]["_target_"]))
         config = read_config(raw)
         plan = Plan(
             run_id="merge",

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from hetexp.core.config import explain, own_arguments
+from hetexp.core.config.weights import weights_problems
 from hetexp.core.errors import ConfigError, did_you_mean, must_be
 
 _RESERVED = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
@@ -234,8 +235,9 @@ def check_component(key: str, node: Any) -> list[str]:
         ]
     if not callable(located):
         return [f"`{key}._target_` must be a class or function, but is '{target}' instead."]
-    named = parameters(target) if key == "data" else ()
-    return _check_arguments(key, own_arguments(key, node, named), located)
+    named = parameters(target) if key in ("data", "model") else {}
+    problems = weights_problems(node, named) if key == "model" else []
+    return problems + _check_arguments(key, own_arguments(key, node, named), located)
 
 
 def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., Any]) -> list[str]:

@@ -387,13 +387,15 @@ class _Microbatches(Dataset[Any]):
 
 
 def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Move nested tensors to a device, floating-point ones in this type.
+    """Move nested tensors to a device, floating-point and complex ones in this precision.
 
     A batch class of some library is moved by its own method `to`. One with a method `apply`, as the graphs of
     torch_geometric have, gets the type by it. All other values stay as they are.
     """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor.to(device, dtype.to_complex(), non_blocking=True)
         return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=True)
 
     return _on_device(value, device, moved)

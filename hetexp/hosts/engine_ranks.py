@@ -135,12 +135,11 @@ class EngineRanks(RankSource):
                 self._run(plan, spec.config)
         except (Exception, SystemExit) as error:
             keep_from_ending()  # the engine ends all ranks as soon as one has failed
-            cause = self._cause(error, plan)
+            cause, reason = self._cause(error, plan)
             print_line(console, cause, "red")
-            last = cause.strip().splitlines()[-1]
             status = "interrupted" if cause == STOPPED else "failed"
-            write_json(path, blank_summary(plan, status) | {"error": last})
-            raise RunFailedError(last, 143 if cause == STOPPED else 1, cause) from error
+            write_json(path, blank_summary(plan, status) | {"error": reason})
+            raise RunFailedError(reason, 143 if cause == STOPPED else 1, cause) from error
         if not path.exists():
             console.print(f"The summary is at {path} on the host of {plan.devices[0].id}.", highlight=False)
             return blank_summary(plan, "completed")
@@ -164,20 +163,25 @@ class EngineRanks(RankSource):
         run_rank_of(plan, device_ids, self.store)
         self.store.gather(f"done/{port}")
 
-    def _cause(self, error: BaseException, plan: Plan) -> str:
-        """Return why the run failed: another rank's reason if this one only lost it or is to end."""
+    def _cause(self, error: BaseException, plan: Plan) -> tuple[str, str]:
+        """Return why the run failed, in full and in one line.
+
+        It is another rank's reason if this one only lost it or is to end.
+        """
         deadline = time.monotonic() + CAUSE_SECONDS
         while isinstance(error, SystemExit) or is_peer_lost(error):
             failures = [RankFailure(**failure) for failure in self.store.reported(FAILED).values()]
             if failures and not (cause := first_cause(failures)).peer_lost:
-                return f"rank {cause.rank}, {plan.devices[cause.rank].id}, failed:\n{cause.message}"
+                device = plan.devices[cause.rank].id
+                return f"rank {cause.rank}, {device}, failed:\n{cause.message}", cause.reason
             if time.monotonic() > deadline:
                 break
             time.sleep(POLL_SECONDS)
         if isinstance(error, SystemExit):
-            return STOPPED
-        reason = str(error) if isinstance(error, HetexpError) else f"{type(error).__name__}: {error}"
-        return f"rank {self.rank_env.rank} failed: {reason}"
+            return STOPPED, STOPPED
+        own = isinstance(error, HetexpError)
+        text = f"rank {self.rank_env.rank} failed: {error if own else f'{type(error).__name__}: {error}'}"
+        return text, text.strip().splitlines()[-1 if own else 0]
 
     def end(self, problem: str | None = None) -> None:
         """Send the last command to the others, with the reason of the end."""

@@ -435,10 +435,9 @@ class _Run:
         state = card_state(device)
         if state is not None:
             self._print(f"{device} is {state}. It is not chosen again while that is so.")
-        last_line = cause.message.strip().splitlines()[-1]
         if device.python is not None:
             self._print(f"Its interpreter: {device.python}")
-        return f"rank {cause.rank}, {device}, failed{at}: {last_line}"
+        return f"rank {cause.rank}, {device}, failed{at}: {cause.reason}"
 
     def _print(self, text: str) -> None:
         print_line(self.console, text)

@@ -62,13 +62,16 @@ def keeping_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keeping_statistics(model: nn.Module) -> Iterator[None]:
-    """Let a forward pass normalise by the running statistics, without changing them.
+    """Let a forward pass normalise by the running statistics, without changing them or any other buffer.
 
     Layers such as BatchNorm neither learn from the samples nor refuse a single one. All other layers stay in
     training mode.
     """
     layers = [m for m in model.modules() if m.training and getattr(m, "running_mean", None) is not None]
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with keeping_modes(model), torch.no_grad():
         for layer in layers:
             layer.training = False
         yield
+        for buffer, before in kept:
+            buffer.copy_(before)

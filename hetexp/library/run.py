@@ -34,7 +34,8 @@ from hetexp.library.whole_batch import WholeBatch
 from hetexp.training.engine import StepResult
 from hetexp.training.loop import MetricsWindow, Outcome, rebalance
 from hetexp.training.measuring.result import report
-from hetexp.training.nonfinite.loss_scale import widened
+from hetexp.training.nonfinite.loss_scale import widened, with_values
+from hetexp.training.replicas import warn_of_own_buffers
 from hetexp.training.saving import resuming
 from hetexp.training.saving import save as saving
 from hetexp.training.state import Progress, TrainState
@@ -214,7 +215,9 @@ class Run(WholeBatch):
         """
         if not self.step_due:
             raise UsageError("run.clip_norm must follow the last run.backward of a step (run.step_due).")
-        norm = torch.nn.utils.clip_grad_norm_(self._state.model.parameters(), max_norm)
+        parameters = [p for p in self._state.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(with_values([p.grad for p in parameters if p.grad is not None]))
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         assert self._result is not None
         self._result.grad_norm = norm
         return norm
@@ -241,6 +244,8 @@ class Run(WholeBatch):
         state, progress, batch = self._state, self._progress, step.batch
         if self._message.all_drawn:
             check_same_stream(state.plan, self._message.all_drawn)
+        if self._before is None:
+            warn_of_own_buffers(state)
         rate = float(state.optimizer.param_groups[0]["lr"])
         self._result = StepResult(step.loss_sum, step.global_count, None, rate, local_count=step.count)
         self._window.meter.samples += batch.local_samples

@@ -22,7 +22,7 @@ from hetexp.core.errors import ConfigError, SetupError, UsageError, must_be
 from hetexp.core.plan import Plan
 from hetexp.core.precision import precision_problems
 from hetexp.core.split import apportion
-from hetexp.data.base import as_data, stream_of
+from hetexp.data.base import as_data, indexed, stream_of
 from hetexp.data.loader import PREFETCH, read_ahead
 from hetexp.data.sampler import GlobalSampler
 from hetexp.data.samples import build_function
@@ -32,11 +32,12 @@ from hetexp.library.alone import FirstLine, device_alone, plan_alone, torch_devi
 from hetexp.library.batches import Collate, check_dataset
 from hetexp.library.front import Called
 from hetexp.library.run import Run
+from hetexp.model.first_call import call_once, lazy_names
 from hetexp.plan.exchange_checks import float64_problem
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
 from hetexp.training.replica import Replica
-from hetexp.training.seeding import seed_all
+from hetexp.training.seeding import seed_all, seeded
 from hetexp.training.state import TrainState
 from hetexp.training.wiring import (
     agree,
@@ -62,6 +63,7 @@ class Launched:
     """The result of the script's `setup`."""
 
 
+CALL_FIRST = "Call the model once, with a batch, before hetexp.setup."
 _launched: Launched | None = None
 
 
@@ -164,6 +166,26 @@ def setup(
     return launched.run
 
 
+def _give_shapes(model: nn.Module, dataset: Dataset[Any], seed: int, collate: Collate) -> None:
+    """Call a model with lazy layers once, with a batch of the first two samples.
+
+    Raises:
+        ConfigError: the batch does not show the model's inputs, or they do not give it all shapes.
+    """
+    if not lazy_names(model):
+        return
+    with seeded(seed):  # each rank draws the same weights, and the script goes on as without them
+        first = indexed(dataset, 2)
+        batch = collate([first[index] for index in range(min(2, len(first)))])  # type: ignore[arg-type]
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            call_once(model, batch[0], CALL_FIRST)
+            return
+    raise ConfigError(
+        "`model` must have shapes for all its tensors, but has lazy layers, and only batches of the form "
+        f"(inputs, targets) show how to call it. {CALL_FIRST}"
+    )
+
+
 @dataclass(frozen=True)
 class _Given:
     """The script's arguments."""
@@ -204,6 +226,7 @@ def _state(
 ) -> TrainState:
     """Return this rank's state, agreed on by all ranks, with a model that nothing wraps yet."""
     model, optimizer = given.model, given.optimizer
+    _give_shapes(model, given.train, config.trainer.seed, given.collate)
     strategy, policy = components(config)
     run_on: tuple[dict[str, str], ...] = ()
     if _launched is None:

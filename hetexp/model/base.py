@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from hetexp.core.config.weights import without_weights
 from hetexp.core.errors import ConfigError, must_build
 from hetexp.core.instantiate import instantiate, parameters
 from hetexp.model.recompute import recompute_layers
@@ -42,6 +45,7 @@ def build_model(node: Mapping[str, Any], facts: Mapping[str, Any], recompute: bo
             recompute.
     """
     accepted = parameters(node["_target_"])
+    node = without_weights(node, accepted)
     given = {name: value for name, value in facts.items() if name in accepted and node.get(name) is None}
     built = instantiate(node, **given)
     if not isinstance(built, nn.Module):
@@ -49,6 +53,24 @@ def build_model(node: Mapping[str, Any], facts: Mapping[str, Any], recompute: bo
     if recompute:
         recompute_layers(built)
     return built
+
+
+def type_in(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor in a run of this floating-point type: complex and whole numbers stay so."""
+    if tensor.is_floating_point():
+        return dtype
+    return dtype.to_complex() if tensor.is_complex() else tensor.dtype
+
+
+def to_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Turn a model's floating-point tensors into a type, and complex ones into the complex type of its width.
+
+    `Module.to` would keep the real part of complex tensors only.
+    """
+    if not any(tensor.is_complex() for tensor in chain(model.parameters(), model.buffers())):
+        return model.to(dtype)
+    model._apply(lambda tensor: tensor.to(type_in(tensor, dtype)))
+    return model
 
 
 def unknown(**given: object) -> list[str]:

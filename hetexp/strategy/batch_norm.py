@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.empty_share import zero_with_gradient
+from hetexp.comm.forms import sparse_parameters
 from hetexp.model.recompute import once
 from hetexp.training.measuring.trial_pass import try_out, undisturbed
 
@@ -160,8 +161,8 @@ class SynchronisedNorms:
         assert self._record is not None, "record() comes first"
         for index in self._record.forward:
             self.statistics(index, None)
-        first = next(self._model.parameters())
-        zero = first.new_zeros(()).requires_grad_()
+        first, sparse = next(self._model.parameters()), sparse_parameters(self._model)
+        zero = torch.zeros((), dtype=first.dtype.to_real(), device=first.device, requires_grad=True)
         used = {id(event) for event in self._record.backward}
         unused = [p for p in self._model.parameters() if p.requires_grad and id(p) not in used]
         if self._leaves_unused:
@@ -171,7 +172,7 @@ class SynchronisedNorms:
             if isinstance(event, int):
                 zero = self._absent(zero, event)
             else:
-                zero = zero_with_gradient(zero, event, 0.0)
+                zero = zero_with_gradient(zero, event, 0.0, event in sparse)
         return zero
 
     def _absent(self, before: Tensor, index: int) -> Tensor:

@@ -93,10 +93,12 @@ class DDP(Strategy):
         from torch.nn.parallel import DistributedDataParallel
 
         from hetexp.comm.empty_share import EmptyShareGuard
+        from hetexp.strategy.spectral import spectral_iterations
 
         # torch 2.13 deprecates the argument and warns whenever it is given, also with its own default.
         buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
         guard, constant = EmptyShareGuard(model), getattr(model, "constant_names", None)
+        guard.iterations = spectral_iterations(model)
         if callable(constant):  # every rank has them: they need not be sent, at the start or ever
             names = [f"model.{name}" for name in constant()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(guard, names)
@@ -152,7 +154,8 @@ class DDP(Strategy):
         _warn_of_batch_norm(model, communicator)
 
     def equal_passes(self, module: nn.Module) -> bool:
-        return _guard_of(module).norms is not None
+        guard = _guard_of(module)
+        return guard.norms is not None or bool(guard.iterations)
 
     def check_exchanged(self, module: nn.Module) -> None:
         """Refuse trained parameters without a gradient: DDP never sends their buckets.
@@ -217,8 +220,9 @@ class DDP(Strategy):
         if not missing:
             raise torch.OutOfMemoryError("Memory ran out after the last gradient was sent.")
         groups = [[parameter] for parameter in missing] if self.find_unused_parameters else [list(missing)]
+        sparse = _guard_of(module).sparse
         for group in groups:
-            zero = given_gradient(group, gradient)
+            zero = given_gradient(group, gradient, sparse)
             assert zero is not None
             try:
                 zero.backward()

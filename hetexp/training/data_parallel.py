@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hetexp.comm.communicator import SoloCommunicator
+from hetexp.comm.forms import of_other_forms
 from hetexp.core.plan import Plan
 from hetexp.data.loader import LocalBatch
 from hetexp.training.engine import StepResult
@@ -17,6 +18,7 @@ from hetexp.training.model_hooks import conclude, share
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import halve_on_all_ranks, split_microbatches
 from hetexp.training.replica import Replica
+from hetexp.training.replicas import warn_of_own_buffers
 from hetexp.training.step import advance_schedule, guarded_step
 
 
@@ -28,10 +30,13 @@ class DataParallel(Replica):
 
     shares_gradients = exchanges_in_backward = True
     _batch: LocalBatch
+    _buffers_unseen = True
+    """Whether no step of this group has compared the ranks' buffers."""
 
     def connect(self, plan: Plan, store: dist.Store, again: bool) -> None:
-        separate = plan.paced or self.state.config.comm.wire != "float32"
-        connect(self.state, plan, store, separate, again)
+        state, self._buffers_unseen = self.state, True
+        separate = plan.paced or state.config.comm.wire != "float32" or of_other_forms(state.model)
+        connect(state, plan, store, separate, again)
 
     def step(self, step: int, batch: LocalBatch, normalizer: LossNormalizer, meter: StepTimer) -> StepResult:
         state, self._batch = self.state, batch
@@ -49,6 +54,9 @@ class DataParallel(Replica):
         num_passes = state.num_passes(batch.counts)
         gradient = take_gradient(state, step, microbatches, normalizer, meter, num_passes)
         normalizer.message.share_loss(gradient.loss_sum)
+        if self._buffers_unseen and step >= 0:
+            self._buffers_unseen = False
+            warn_of_own_buffers(state)
         gradient.shared = share(state, step, gradient.tally, batch.global_samples)
         return gradient
 

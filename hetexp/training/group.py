@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.comm.connections.disposal import formed_groups, release_later
+from hetexp.comm.forms import of_other_forms
 from hetexp.comm.hook import Averaging, CommHook, GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.rendezvous import form_group
@@ -99,7 +100,9 @@ def attach_hook(state: TrainState, in_backward: bool) -> None:
         hook: Averaging = PacedExchange(exchange, links, state.rank, *phase, limit, comm.wire)
         if state.time_scale is not None:  # found in an earlier group
             hook.start(state.time_scale)
-    elif in_backward and (plan.way.library in (None, "shm") or plan.wire != "float32"):
+    elif in_backward and (
+        plan.way.library in (None, "shm") or plan.wire != "float32" or of_other_forms(state.model)
+    ):
         hook = GradientHook(exchange, comm.wire, plan.world_size)
         hook.sent_bytes, hook.exchange_seconds = state.exchanged_before
     else:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetexp.core.errors import HetexpError
 from hetexp.training.state import TrainState
@@ -50,6 +52,61 @@ class _Difference:
     """The ranks that hold the tensor."""
     values: list[list[float]]
     """Each of these ranks' projection, squared norm and largest magnitude."""
+
+
+def differences_of(
+    state: TrainState, replicated: Iterable[tuple[str, str, torch.Tensor, tuple[int, ...]]]
+) -> list[_Difference]:
+    """Return the tensors that differ by more than rounding; the same on every rank, and all call it.
+
+    Args:
+        replicated: kind, name, the rank's tensor, and the ranks that hold it (`Engine.replicated`).
+    """
+    kinds, rows = [], []
+    for number, (kind, name, tensor, ranks) in enumerate(replicated):
+        kinds.append((kind, name, ranks))
+        rows.append(fingerprint(tensor, number))
+    table = torch.zeros((state.communicator.world_size, len(rows), 3), dtype=torch.float64)
+    table[state.rank] = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
+    by_tensor = state.communicator.all_reduce(table).transpose(0, 1).tolist()
+    tolerance = TOLERANCE[state.dtype]
+    differences = []
+    for (kind, name, ranks), all_values in zip(kinds, by_tensor, strict=True):
+        values = [all_values[rank] for rank in ranks]
+        size = max(_distance(values[0], other) for other in values)
+        if size > tolerance:
+            differences.append(_Difference(kind, name, size, ranks, values))
+    return differences
+
+
+def warn_of_own_buffers(state: TrainState) -> None:
+    """Warn of buffers that a pass has changed by each rank's own samples; all ranks call it in a step.
+
+    BatchNorm's are left out: they are synchronised, or named elsewhere. The ranks began the step with equal
+    buffers.
+    """
+    if state.communicator.world_size == 1 or not state.has_buffers:
+        return
+    ranks = tuple(range(state.communicator.world_size))
+    own = {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in state.model.named_modules()
+        if isinstance(module, _BatchNorm)
+        for name in module._buffers
+    }
+    buffers = [("buffer", n, b, ranks) for n, b in state.model.named_buffers() if n not in own]
+    found = differences_of(state, buffers) if buffers else []
+    if not found or state.rank != 0:
+        return
+    named = ", ".join(difference.name for difference in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    log.warning(
+        "The model changes %s%s in training by each rank's own samples or number of passes: rank 0's values "
+        "are kept, and other devices or shares give others. hetexp.model.hooks.ModelHooks computes values "
+        "from all ranks' samples (docs/guide/your-own.md).",
+        named,
+        more,
+    )
 
 
 class ReplicaCheck:
@@ -87,22 +144,7 @@ class ReplicaCheck:
                 log.warning("%s Rank 0's is saved.", self._words(step, differences))
 
     def _differences(self) -> list[_Difference]:
-        state = self._state
-        kinds, rows = [], []
-        for number, (kind, name, tensor, ranks) in enumerate(state.engine.replicated()):
-            kinds.append((kind, name, ranks))
-            rows.append(fingerprint(tensor, number))
-        table = torch.zeros((state.communicator.world_size, len(rows), 3), dtype=torch.float64)
-        table[state.rank] = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
-        by_tensor = state.communicator.all_reduce(table).transpose(0, 1).tolist()
-        tolerance = TOLERANCE[state.dtype]
-        differences = []
-        for (kind, name, ranks), all_values in zip(kinds, by_tensor, strict=True):
-            values = [all_values[rank] for rank in ranks]
-            size = max(_distance(values[0], other) for other in values)
-            if size > tolerance:
-                differences.append(_Difference(kind, name, size, ranks, values))
-        return differences
+        return differences_of(self._state, self._state.engine.replicated())
 
     def _words(self, step: int, differences: list[_Difference]) -> str:
         worst = max(differences, key=lambda difference: difference.size)

@@ -19,6 +19,7 @@ from hetexp.training.gradient import Gradient
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.model_hooks import project
 from hetexp.training.nonfinite.grad_check import GradCheck, may_be_skipped, skip_if_nonfinite
+from hetexp.training.nonfinite.loss_scale import with_values
 from hetexp.training.nonfinite.search import KeptBuffers
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.recovery.oom_recovery import fatal_out_of_memory, sizes_of
@@ -170,7 +171,7 @@ def clip(
     most = state.config.trainer.clip_norm
     if most is None:
         return None
-    norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
+    norm = torch.nn.utils.get_total_norm(with_values(gradients)) if norm is None else norm
     if finite:
         safe = norm if bad is None else norm.masked_fill(bad, 0.0)
         torch.nn.utils.clip_grads_with_norm_(state.parameters, most, safe)

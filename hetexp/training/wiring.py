@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from torch import nn
 
 import hetexp
 from hetexp.balancing.base import BalancingPolicy
+from hetexp.checkpoint.weights import load_weights
 from hetexp.comm.communicator import SoloCommunicator
+from hetexp.comm.forms import sparse_parameters
 from hetexp.comm.rendezvous import all_gather_json, compare_facts
 from hetexp.core.config import Config
+from hetexp.core.config.weights import first_weights
+from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.fault import FaultSchedule
-from hetexp.core.instantiate import instantiate
+from hetexp.core.instantiate import instantiate, parameters
 from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data, indexed, same_shape, size_of
@@ -29,8 +34,9 @@ from hetexp.hardware.backend import Backend, backend_class, visible_places
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.guard import GuardedLogger
 from hetexp.logger.jsonl import MetricsFile
-from hetexp.model.base import build_model
+from hetexp.model.base import build_model, to_precision
 from hetexp.model.dropout import without_dropout
+from hetexp.model.first_call import call_once, lazy_names
 from hetexp.optimizer.build import build_optimizer, build_schedule
 from hetexp.plan.strategy import Strategy
 from hetexp.training.balancer import Balancer
@@ -50,6 +56,8 @@ log = logging.getLogger(__name__)
 LAUNCHER_FIRST_SECONDS = 5.0
 """How much longer than the launcher a rank waits for the others: the launcher can name the late rank."""
 
+TAKES_SPARSE = (torch.optim.SGD, torch.optim.Adagrad)
+"""torch's optimizers that take sparse gradients beside dense ones."""
 HANDSHAKE = "handshake"
 """Topic in the store for the facts that ranks compare before they train."""
 
@@ -102,18 +110,13 @@ def _build_ungrouped(
     strategy, policy = components(config)
     engine = engine_of(strategy)
     sampler = sampler_of(strategy, plan, config, train)
-    # Again, and with the CPU's generator: the same weights on all devices, however much the data drew.
-    seed_all(trainer.seed)
-    model = build_model(config.model, data.facts, trainer.activation_checkpointing)
-    check_hooks(model, train)
-    if not config.debug.dropout:
-        rates = without_dropout(model)
-        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
-    model.to(torch.float64 if plan.precisions[rank] == "float64" else torch.float32)
-    loss = build_loss(trainer.loss, config.loss.arguments())
+    dtype = torch.float64 if plan.precisions[rank] == "float64" else torch.float32
     head = indexed(same_shape(train), 2)
     first = first_batch(head, data.collate, plan)
+    loss = build_loss(trainer.loss, config.loss.arguments())
     batch_counts(loss, [first[1]])  # what it cannot count is refused here
+    model = _build_model(config, data.facts, first[0], dtype)
+    check_hooks(model, train)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
         run_on = agree(plan, config, rank, store, facts)
@@ -127,6 +130,7 @@ def _build_ungrouped(
     model.to(device)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     optimizer = build_optimizer(config.optimizer, trained)
+    _check_sparse(optimizer, model)
     state = TrainState(
         plan=plan,
         config=config,
@@ -160,6 +164,51 @@ def _build_ungrouped(
     strategy.configure(plan)
     engine.prepare(first[0])
     return state
+
+
+def _build_model(config: Config, facts: Mapping[str, Any], inputs: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model with its first weights, on the CPU, floating-point ones in this type.
+
+    Args:
+        inputs: of the first samples, for lazy layers.
+    """
+    trainer = config.trainer
+    # With the CPU's generator: the same weights on all devices, however much the data drew.
+    seed_all(trainer.seed)
+    model = build_model(config.model, facts, trainer.activation_checkpointing)
+    if not config.debug.dropout:
+        rates = without_dropout(model)
+        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
+    if lazy_names(model):
+        seed_all(trainer.seed)  # the samples may have drawn numbers, but weights follow the seed
+        call_once(model, inputs)
+    to_precision(model, dtype)  # before weights from files, which may be in float64
+    weights, strict = first_weights(config.model, parameters(config.model["_target_"]))
+    if weights is not None:
+        load_weights(model, Path(weights), strict)
+    return model
+
+
+def _check_sparse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Check that one of torch's optimizers takes the sparse gradients of a model.
+
+    Raises:
+        ConfigError: it does not, or takes no others, of which there are some.
+    """
+    sparse = sparse_parameters(model)
+    if not sparse or type(optimizer).__module__.partition(".")[0] != "torch":
+        return
+    named = [(name, p in sparse) for name, p in model.named_parameters() if p.requires_grad]
+    is_sparse_adam = isinstance(optimizer, torch.optim.SparseAdam)
+    odd = next((name for name, is_sparse in named if is_sparse != is_sparse_adam), None)
+    if odd is None or (not is_sparse_adam and isinstance(optimizer, TAKES_SPARSE)):
+        return
+    accepted = "torch.optim.SGD or Adagrad"
+    if not is_sparse_adam:
+        accepted += ", or SparseAdam if all gradients are sparse"
+    form = "dense" if is_sparse_adam else "sparse (sparse=True)"
+    target = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    raise ConfigError(must_be("optimizer._target_", accepted, target, f"The gradient of {odd} is {form}."))
 
 
 def components(config: Config) -> tuple[Strategy, BalancingPolicy]:

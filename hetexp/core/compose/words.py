@@ -10,6 +10,8 @@ _MODE = re.compile(r"(?P<key>strategy(?:\.mode)?)=(?P<value>[\w,]*)")
 _MODES = {"none": "single", "dataparallel": "dp", "distributed": "ddp", "hybrid": "hybrid", "auto": "auto"}
 """Modes of older configurations, and our strategies."""
 _ADDED = re.compile(r"\+{1,2}(?P<rest>experiment=.*)", re.DOTALL)
+_OWN_KEYS = ("model.weights=", "model.weights_strict=")
+"""Keys that hetexp reads in a group beside the arguments of its class."""
 _TYPOGRAPHIC = "“”„‘’‚«»"
 _KEY = re.compile(r"[\w@$-]+(?:[./][\w@$-]+)*")
 _SWEEPING = ("choice(", "range(", "interval(", "glob(", "shuffle(", "sort(")
@@ -19,7 +21,8 @@ def written_out(words: Sequence[str]) -> list[str]:
     """Return the words with `gpu_ids=0,1` as `hardware.gpu_ids=[0,1]`, and older modes as our strategies.
 
     `strategy=distributed` and `strategy.mode=distributed` are `strategy=ddp`. `+experiment=mine`, as other
-    projects write it, is `experiment=mine`, since the group is among the defaults.
+    projects write it, is `experiment=mine`, since the group is among the defaults. `model.weights=…` gets
+    the sign of a new key.
 
     With `-m` a comma sweeps, as for every key: `gpu_ids=0,1` is two jobs of one card each, and
     `'gpu_ids=choice([0,1],[2])'` two jobs of a list each.
@@ -34,6 +37,8 @@ def _written_out(word: str, sweep: bool) -> str:
         names = mode["value"].split(",")
         if mode["key"] == "strategy" or all(name in _MODES for name in names):
             return f"strategy={','.join(_MODES.get(name, name) for name in names)}"
+    if word.startswith(_OWN_KEYS):  # no option of the group has it, and Hydra would ask for a sign
+        return f"++{word}"
     added = _ADDED.fullmatch(word)
     if added is not None:
         return added["rest"]

@@ -12,6 +12,7 @@ from hetexp.core.config.hardware import HardwareConfig, hardware_problems
 from hetexp.core.config.root import Config
 from hetexp.core.config.samples import class_arguments
 from hetexp.core.config.trainer import trainer_problems
+from hetexp.core.config.weights import without_weights
 from hetexp.core.errors import ConfigError, must_be
 
 
@@ -43,10 +44,12 @@ def own_arguments(section: str, node: Any, named: Collection[str] = ()) -> Any:
     """Return the arguments of a section's class, without the keys that hetexp itself reads there.
 
     Args:
-        named: arguments that the class names in its signature; they matter for `data` only.
+        named: arguments that the class names in its signature; they matter for `data` and `model` only.
     """
     if section == "data" and isinstance(node, Mapping):
         return class_arguments(node, named)
+    if section == "model" and isinstance(node, Mapping):
+        return without_weights(node, named)
     if section != "strategy" or not isinstance(node, dict):
         return node
     return {name: value for name, value in node.items() if name != "fallback"}

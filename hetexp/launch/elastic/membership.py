@@ -44,8 +44,7 @@ def device_trouble(failure: RankFailure, exit_code: int) -> str | None:
         return failure.kind
     if failure.kind in DEVICE_ERRORS:
         return failure.kind
-    last = failure.message.strip().splitlines()[-1] if failure.message.strip() else ""
-    if failure.kind == "RuntimeError" and _DEVICE_WORDS.search(last):
+    if failure.kind == "RuntimeError" and _DEVICE_WORDS.search(failure.reason):
         return "DeviceError"
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import asdict, dataclass
@@ -30,6 +31,18 @@ class RankFailure:
     """Whether the rank only noticed that another rank was gone."""
     time: float = 0.0
     """Seconds since 1970."""
+
+    @property
+    def reason(self) -> str:
+        """The line of the message that says most: of a traceback, the error with its message's first line.
+
+        Many of torch's messages go on with pages of listings.
+        """
+        lines = self.message.strip().splitlines() or [self.kind]
+        if not lines[0].startswith("Traceback "):
+            return lines[-1].strip()
+        error = re.compile(rf"(\w+\.)*{re.escape(self.kind)}(: |$)")
+        return next((line.strip() for line in reversed(lines) if error.match(line)), lines[-1].strip())
 
 
 def log_path(run_dir: Path, member: int) -> Path:

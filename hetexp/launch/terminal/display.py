@@ -269,6 +269,13 @@ def show_merge(merge: dict[str, Any], console: Console) -> None:
     losses = "; ".join(f"{p['device']} {format_number(p['loss'], '.4f')} ({w:.0%})" for p, w in pairs)
     merged = f"merged ({merge['method']}): test loss {format_number(merge['merged_loss'], '.4f')}"
     console.print(f"{merged}, its parents' {losses}", markup=False, highlight=False)
+    if merge.get("batch_norm") == "averaged":
+        console.print("BatchNorm: the parents' running statistics were averaged.", highlight=False)
+    if merge.get("batch_norm_samples"):
+        measured = zip(merge["parents"], merge["batch_norm_samples"], strict=True)
+        counts = ", ".join(f"{count} of {parent['device']}" for parent, count in measured if count)
+        text = f"BatchNorm: running statistics were measured again on training samples: {counts}."
+        console.print(text, markup=False, highlight=False)
     if merge["worse_than_best_parent"]:
         text = "The merged model is worse than its best parent, which is kept, too."
         console.print(text, style="yellow", highlight=False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from hetexp.checkpoint.folder import write_packed
 from hetexp.checkpoint.manifest import folder_name
@@ -30,13 +31,15 @@ from hetexp.checkpoint.model_state import match_model, pack_model
 from hetexp.checkpoint.optimizer_state import tensor_names
 from hetexp.core.call import call_model
 from hetexp.core.errors import CheckpointError
+from hetexp.core.split import apportion, normalise
 from hetexp.data.base import stream_of
 from hetexp.data.loader import chop, cut
-from hetexp.data.streams.stream import evaluation_batches
+from hetexp.data.sampler import GlobalSampler, Position
+from hetexp.data.streams.stream import Stream, evaluation_batches
 from hetexp.model.hooks import NO_HOOKS
 from hetexp.training.evaluate import evaluate_locally
 from hetexp.training.model_hooks import conclude
-from hetexp.training.state import Progress, TrainState
+from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +79,23 @@ class Merged:
     evaluation: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TrainingData:
+    """Training samples of a merged model's parent."""
+
+    key: str
+    """Equal for parents that were trained on the same samples."""
+    samples: Dataset[Any]
+    order: Sequence[int]
+    """Indices of the first epoch's samples."""
+
+
 def merge(
     parents: Sequence[Parent],
     options: MergeOptions,
     state: TrainState | None,
     evaluations: Sequence[dict[str, float]] = (),
+    data: Sequence[TrainingData] = (),
 ) -> Merged:
     """Merge models, and evaluate the result if there is evaluation data.
 
@@ -88,6 +103,7 @@ def merge(
         state: with a model of the parents' kind, which then holds the merged one; `None`: nothing is
             evaluated, and running statistics are averaged.
         evaluations: of the parents; empty: they are evaluated here.
+        data: of each parent; empty: all were trained on the data of `state`.
 
     Raises:
         CheckpointError: the parents are models of different kinds, began from different weights (without
@@ -98,7 +114,7 @@ def merge(
     if foreign is not None and not options.force:
         raise CheckpointError(f"{foreign} `--force` merges them all the same, and reports the result.")
     weights = weights_of(parents, options.weights)
-    trials = _Trials(parents, weights, options, state)
+    trials = _Trials(parents, weights, options, state, data)
     evaluations = list(evaluations)
     if not evaluations and trials.evaluates:
         evaluations = [trials.evaluation([index]) for index in range(len(parents))]
@@ -117,24 +133,27 @@ def merge(
         "method": "greedy soup" if options.soup else "mean",
         "weights": trials.parts_of(chosen),
         "parents": [
-            {
-                "device": parent.name,
-                "run_id": parent.state["extra"]["run_id"],
-                "checkpoint": str(parent.folder),
-                "step": parent.state["step"],
-                "samples": parent.samples,
-                "share": parent.part.get("share"),
-                "seed": parent.state["extra"]["config"]["trainer"]["seed"],
-                "loss": loss,
-            }
-            for parent, loss in zip(parents, parent_losses, strict=True)
+            _described(parent) | {"loss": loss} for parent, loss in zip(parents, parent_losses, strict=True)
         ],
         "merged_loss": evaluation.get("loss"),
         "worse_than_best_parent": worse,
         "batch_norm": trials.batch_norm,
+        "batch_norm_samples": trials.batch_norm_samples,
         "other_start": foreign,
     }
     return Merged(tensors, report, evaluation)
+
+
+def _described(parent: Parent) -> dict[str, Any]:
+    return {
+        "device": parent.name,
+        "run_id": parent.state["extra"]["run_id"],
+        "checkpoint": str(parent.folder),
+        "step": parent.state["step"],
+        "samples": parent.samples,
+        "share": parent.part.get("share"),
+        "seed": parent.state["extra"]["config"]["trainer"]["seed"],
+    }
 
 
 class _Trials:
@@ -146,11 +165,16 @@ class _Trials:
         weights: Sequence[float],
         options: MergeOptions,
         state: TrainState | None,
+        data: Sequence[TrainingData],
     ) -> None:
         self._parents, self._weights, self._options, self._state = parents, weights, options, state
+        self._data = data or ([_data_of(state)] * len(parents) if state is not None else [])
         self.evaluates = state is not None and state.eval_data is not None
         self.batch_norm: str | None = None
         """How running statistics were merged, `None` if the model has none."""
+        self.batch_norm_samples: list[int] | None = None
+        """Samples of each parent's data that they were measured on, `None` if they were not. If parents have
+        the same data, the first one has the number."""
         self._scalings = lora_scalings(state.model) if state is not None else {}
         if options.lora_scaling is not None:
             self._scalings = dict.fromkeys(adapter_names(parents[0].tensors), options.lora_scaling)
@@ -183,9 +207,13 @@ class _Trials:
             merged = {name: value.detach().cpu() for name, value in pack_model(self._state.model)[0].items()}
         if not _norms(self._state.model):
             return merged
-        self.batch_norm = "averaged"
+        self.batch_norm, self.batch_norm_samples = "averaged", None
         if self._options.batch_norm == "recalibrate" and len(chosen) > 1:
-            recalibrate(self._state)
+            counts = recalibrate(self._state, list(zip(weights, self._data, strict=True)))
+            keys = [data.key for data in self._data]
+            self.batch_norm_samples = [
+                counts.get(key, 0) if keys.index(key) == place else 0 for place, key in enumerate(keys)
+            ]
             self.batch_norm = "recalibrated"
         return {name: value.detach().cpu() for name, value in pack_model(self._state.model)[0].items()}
 
@@ -196,10 +224,17 @@ class _Trials:
         return evaluate_locally(self._state)
 
 
-def recalibrate(state: TrainState) -> None:
+def recalibrate(state: TrainState, weighted: Sequence[tuple[float, TrainingData]] = ()) -> dict[str, int]:
     """Measure the running statistics of all BatchNorm layers again, on training data with present weights.
 
-    They become means over batches of the training's size; all other layers are in evaluation mode.
+    They become means over batches of the training's size, each with samples of all data in proportion to
+    their weights; all other layers are in evaluation mode.
+
+    Args:
+        weighted: data and the weight of each; empty: the data of `state`. Their order changes nothing.
+
+    Returns:
+        Number of samples of each data, by key.
     """
     norms = _norms(state.model)
     before = [norm.momentum for norm in norms]
@@ -209,39 +244,69 @@ def recalibrate(state: TrainState) -> None:
         norm.momentum = None  # a plain mean over the batches
         norm.train()
     largest = max([2, *state.pass_sizes(state.plan.local_batch_sizes[state.rank])])
+    batches, counts = _calibration_batches(state, weighted, largest)
     with torch.no_grad():
-        for inputs, _ in _calibration_batches(state, largest):
+        for inputs, _ in batches:
             with state.autocast():
                 call_model(state.model, state.to_device(inputs))
             state.communicator.alive()
     for norm, momentum in zip(norms, before, strict=True):
         norm.momentum = momentum
     state.model.train()
+    return counts
 
 
-def _calibration_batches(state: TrainState, largest: int) -> Iterator[Any]:
-    """Yield training samples of the first epoch, or the first ones of a stream, in even batches."""
+def _calibration_batches(
+    state: TrainState, weighted: Sequence[tuple[float, TrainingData]], largest: int
+) -> tuple[Iterator[Any], dict[str, int]]:
+    """Return even batches of training samples, of a stream the first ones, and each data's number of them."""
     stream = stream_of(state.train_data)
-    if stream is not None:
-        size, seed = state.config.trainer.global_batch_size, state.config.trainer.seed
-        for indices in evaluation_batches(stream, size, seed, -(-RECALIBRATED_SAMPLES // size)):
-            for places in chop(indices.tolist(), cut(len(indices), 1, largest)):
-                yield state.collate(stream.__getitems__(places))
-        return
-    count = min(len(state.train_data), RECALIBRATED_SAMPLES)  # type: ignore[arg-type]
-    order = [index for epoch in _epoch(state) for index in epoch][:count]
-    batches = list(chop(order, cut(count, 1, largest)))
-    yield from DataLoader(state.train_data, batch_sampler=batches, collate_fn=state.collate)
+    if stream is not None and not weighted:
+        return _of_stream(state, stream, largest), {}
+    samples, order, counts = _mixed(weighted or [(1.0, _data_of(state))])
+    batches = list(chop(order, cut(len(order), 1, largest)))
+    return iter(DataLoader(samples, batch_sampler=batches, collate_fn=state.collate)), counts
 
 
-def _epoch(state: TrainState) -> list[list[int]]:
-    """Return the indices of the first epoch's global batches, in their random order."""
-    position = Progress().position
-    batches = []
+def _of_stream(state: TrainState, stream: Stream, largest: int) -> Iterator[Any]:
+    size, seed = state.config.trainer.global_batch_size, state.config.trainer.seed
+    for indices in evaluation_batches(stream, size, seed, -(-RECALIBRATED_SAMPLES // size)):
+        for places in chop(indices.tolist(), cut(len(indices), 1, largest)):
+            yield state.collate(stream.__getitems__(places))
+
+
+def _mixed(weighted: Sequence[tuple[float, TrainingData]]) -> tuple[Dataset[Any], list[int], dict[str, int]]:
+    """Return samples of several data in an even mixture, indices into them, and each one's number by key."""
+    weights: dict[str, float] = {}
+    by_key: dict[str, TrainingData] = {}
+    for weight, data in weighted:
+        if weight > 0:
+            weights[data.key] = weights.get(data.key, 0.0) + weight
+            by_key.setdefault(data.key, data)
+    keys = sorted(by_key)
+    parts, shares = [by_key[key] for key in keys], normalise([weights[key] for key in keys])
+    most = [int(len(part.order) / share) for part, share in zip(parts, shares, strict=True)]
+    counts = apportion(min(RECALIBRATED_SAMPLES, *most), shares).counts
+    starts = [0, *accumulate(len(part.samples) for part in parts)]  # type: ignore[arg-type]
+    # Even: the k-th of a part's n samples stands at (k + 1/2) / n of the whole.
+    places = sorted(((k + 0.5) / count, place, k) for place, count in enumerate(counts) for k in range(count))
+    order = [starts[place] + parts[place].order[k] for _, place, k in places]
+    samples = parts[0].samples if len(parts) == 1 else ConcatDataset([part.samples for part in parts])
+    return samples, order, dict(zip(keys, counts, strict=True))
+
+
+def _data_of(state: TrainState) -> TrainingData:
+    return TrainingData("", state.train_data, first_epoch(state.sampler))
+
+
+def first_epoch(sampler: GlobalSampler) -> list[int]:
+    """Return the indices of the first epoch's samples, in their random order."""
+    position = Position()
+    order: list[int] = []
     while position.epoch == 0:
-        indices, position = state.sampler.batch(position)
-        batches.append(indices.tolist())
-    return batches
+        indices, position = sampler.batch(position)
+        order += indices.tolist()
+    return order
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:

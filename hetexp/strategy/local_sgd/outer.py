@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hetexp.comm.communicator import Communicator
+from hetexp.comm.forms import as_real
 from hetexp.comm.summation import Summation
 from hetexp.strategy.local_sgd.settings import LocalSettings
 
@@ -37,7 +38,7 @@ class OuterStep:
         self._communicator, self.exchange = communicator, exchange
         self._plain = exchange.plain()  # buffers and moments travel as they are
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._buffers = [b for b in model.buffers() if b.is_floating_point()]
+        self._buffers = [b for b in model.buffers() if b.is_floating_point() or b.is_complex()]
         self.momentum: torch.Tensor | None = None
         """Of the outer SGD [trained elements]; `None` before its first step, and without momentum."""
         self._synced = self._synced_buffers = torch.empty(0)
@@ -105,7 +106,7 @@ class OuterStep:
             RuntimeError: ranks hold different state, which only happens if they train different parameters.
         """
         moments, counters = _moments(optimizer, self._trained)
-        sizes = torch.tensor([sum(m.numel() for m in moments), len(counters)], dtype=torch.int64)
+        sizes = torch.tensor([len(flat(moments)), len(counters)], dtype=torch.int64)
         length, number = self._communicator.all_reduce(sizes, "max").tolist()
         if moments and (int(sizes[0]), int(sizes[1])) != (length, number):
             raise RuntimeError(
@@ -130,7 +131,7 @@ class OuterStep:
 def broadcast_weights(model: nn.Module, exchange: Summation, rank: int) -> None:
     """Send the trained weights and floating-point buffers of rank 0 to every rank; all ranks call it."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    for tensors in (trained, [b for b in model.buffers() if b.is_floating_point()]):
+    for tensors in (trained, [b for b in model.buffers() if b.is_floating_point() or b.is_complex()]):
         if tensors:
             values = flat(tensors)
             put(exchange.plain().sum_(values if rank == 0 else torch.zeros_like(values)), tensors)
@@ -145,14 +146,14 @@ def _moments(
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for _, value in sorted(state.items()):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
                 (moments if value.shape == parameter.shape and value.dim() else counters).append(value)
     return moments, counters
 
 
 def flat(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return all elements in one new vector on the host."""
-    parts = [tensor.detach().to("cpu", dtype).reshape(-1) for tensor in tensors]
+    """Return all elements in one new vector on the host; a complex one as its real and imaginary part."""
+    parts = [as_real(tensor.detach()).to("cpu", dtype).reshape(-1) for tensor in tensors]
     return torch.cat(parts) if parts else torch.empty(0)
 
 
@@ -160,7 +161,7 @@ def flat(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> t
 def put(vector: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
     """Copy the elements of a vector into tensors of any device and type."""
     start = 0
-    for tensor in tensors:
+    for tensor in map(as_real, tensors):
         part = vector[start : start + tensor.numel()]
         tensor.copy_(part.view(tensor.shape).to(tensor.dtype))
         start += tensor.numel()

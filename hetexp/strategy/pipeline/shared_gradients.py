@@ -15,10 +15,12 @@ from torch import nn
 
 from hetexp.comm.compression import compressor_of
 from hetexp.comm.exchange import Exchange
+from hetexp.comm.forms import as_real
 from hetexp.comm.subgroup import form_subgroup
 from hetexp.hardware.emulation.pacing import GRAIN_SECONDS
 from hetexp.hardware.links import links_of
 from hetexp.strategy.pipeline.cutting import Cut
+from hetexp.training.nonfinite.loss_scale import with_values
 
 if TYPE_CHECKING:
     from hetexp.training.state import TrainState
@@ -100,10 +102,11 @@ class SharedGradients:
             self._exchange(group, flat)
             start = len(parameters)
             for parameter, users in zip(parameters, flat[:start].tolist(), strict=True):
+                part = as_real(parameter.detach())
                 if users:
-                    summed = flat[start : start + parameter.numel()].view_as(parameter)
-                    parameter.grad = summed.to(parameter.device, copy=True)
-                start += parameter.numel()
+                    summed = flat[start : start + part.numel()].view_as(part).to(part.device, copy=True)
+                    parameter.grad = torch.view_as_complex(summed) if parameter.is_complex() else summed
+                start += part.numel()
 
     def sum_over(self, ranks: tuple[int, ...], vector: torch.Tensor) -> None:
         """Replace a vector on the host by its sum over the ranks of one group; all of them call it.
@@ -117,15 +120,15 @@ class SharedGradients:
 
     def _flat(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return a 1 for each parameter with a gradient, else 0, then all gradients, zeros if missing."""
-        size = sum(p.numel() for p in parameters)
-        flat = torch.zeros(len(parameters) + size, dtype=self._state.dtype)
+        sizes = [as_real(p.detach()).numel() for p in parameters]
+        flat = torch.zeros(len(parameters) + sum(sizes), dtype=self._state.dtype)
         start = len(parameters)
-        for position, parameter in enumerate(parameters):
+        for position, (parameter, size) in enumerate(zip(parameters, sizes, strict=True)):
             if parameter.grad is not None:
                 flat[position] = 1.0
                 dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                flat[start : start + parameter.numel()].copy_(dense.reshape(-1))
-            start += parameter.numel()
+                flat[start : start + size].copy_(as_real(dense).reshape(-1))
+            start += size
         return flat
 
     def real_ratio(self) -> float:
@@ -189,7 +192,7 @@ class SharedGradients:
         numbers = torch.zeros(2, dtype=torch.float64)
         numbers[0] = 0.0 if finite else 1.0
         if wants_norm:
-            gradients = [p.grad for p in self.counted if p.grad is not None]
+            gradients = with_values([p.grad for p in self.counted if p.grad is not None])
             numbers[1] = float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
         numbers = self._state.communicator.all_reduce(numbers)
         return float(numbers[0]) == 0.0, math.sqrt(float(numbers[1])) if wants_norm else None

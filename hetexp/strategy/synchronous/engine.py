@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetexp.comm.forms import as_real
 from hetexp.comm.summation import Summation
 from hetexp.core.cost.step import Links
 from hetexp.strategy.local_sgd.checkpoint import gather_bytes
@@ -133,10 +134,13 @@ class SynchronousSteps(DataParallel):
 def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """Return all gradients as one vector, zero for a parameter without one."""
     dense = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
-    return torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in dense])
+    return torch.cat([as_real(g.to_dense() if g.is_sparse else g).reshape(-1) for g in dense])
 
 
 def _put(vector: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
     """Give the parameters the elements of a vector as their gradients."""
-    for parameter, piece in zip(parameters, vector.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = piece.view_as(parameter)
+    shapes = [as_real(p.detach()).shape for p in parameters]
+    pieces = vector.split([shape.numel() for shape in shapes])
+    for parameter, shape, piece in zip(parameters, shapes, pieces, strict=True):
+        part = piece.view(shape)
+        parameter.grad = torch.view_as_complex(part) if parameter.is_complex() else part

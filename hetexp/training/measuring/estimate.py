@@ -26,7 +26,8 @@ from hetexp.hardware.memory.estimate import (
     readable,
 )
 from hetexp.hardware.memory.rules import MemoryRules, rules_for
-from hetexp.model.base import build_model
+from hetexp.model.base import build_model, to_precision
+from hetexp.model.first_call import call_once
 from hetexp.optimizer.build import build_optimizer
 from hetexp.plan.strategy import Strategy
 from hetexp.training.loss import build_loss, summed
@@ -80,8 +81,9 @@ class RunMemory:
                     raise
             self.data_facts = data.facts
             inputs, targets = self.sample
-            model = build_on_meta(config.model, data.facts, config.trainer.activation_checkpointing)
-            self.model = model.to(torch.float64 if "float64" in precisions else torch.float32)
+            recompute = config.trainer.activation_checkpointing
+            model = build_on_meta(config.model, data.facts, recompute, inputs)
+            self.model = to_precision(model, torch.float64 if "float64" in precisions else torch.float32)
             self._loss = build_loss(config.trainer.loss, config.loss.arguments())
             self._cache = _estimates_of(self._signature())
         except Exception as error:  # the user's own classes run any code
@@ -94,8 +96,8 @@ class RunMemory:
         if weight is None or not weight.is_meta:
             return self.model
         with torch.random.fork_rng(devices=[]):
-            model = build_model(self._config.model, self.data_facts, activation_checkpointing)
-        return model.to(weight.dtype)
+            model = _build(self._config.model, self.data_facts, activation_checkpointing, self.sample[0])
+        return to_precision(model, weight.dtype.to_real())
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return a batch's loss, as a rank takes it."""
@@ -285,11 +287,24 @@ def _too_many(config: Config, accepted: str, estimate: MemoryEstimate, has: str,
     return must_be("trainer.microbatch_size", accepted, config.trainer.microbatch_size, needs)
 
 
-def build_on_meta(node: Any, facts: Any, activation_checkpointing: bool = False) -> nn.Module:
-    """Build a model as `hetexp.training.wiring` does, on the meta device if its constructor allows it."""
+def build_on_meta(
+    node: Any, facts: Any, activation_checkpointing: bool = False, inputs: Any = None
+) -> nn.Module:
+    """Build a model as `hetexp.training.wiring` does, on the meta device if its constructor allows it.
+
+    Args:
+        inputs: of a small batch, for the first call of a model with lazy layers; `None`: they stay lazy.
+    """
     try:
         with torch.device("meta"):
-            return build_model(node, facts, activation_checkpointing)
+            return _build(node, facts, activation_checkpointing, inputs)
     except Exception:  # its constructor reads values; if it is simply wrong, it raises again
         with torch.random.fork_rng(devices=[]):
-            return build_model(node, facts, activation_checkpointing)
+            return _build(node, facts, activation_checkpointing, inputs)
+
+
+def _build(node: Any, facts: Any, activation_checkpointing: bool, inputs: Any) -> nn.Module:
+    model = build_model(node, facts, activation_checkpointing)
+    if inputs is not None:
+        call_once(model, inputs)
+    return model

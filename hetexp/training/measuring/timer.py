@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from hetexp.core.errors import ConfigError
 from hetexp.hardware.backend import Backend
+
+SPARSE_ELSEWHERE = (
+    "`model` must get sparse gradients from torch.nn.Embedding or torch.nn.EmbeddingBag (sparse=True) alone "
+    "if ranks exchange them, but another part gives one, as functional.embedding(sparse=True) and "
+    "torch.sparse.mm do. A hook makes it dense: parameter.register_hook(lambda grad: grad.to_dense())."
+)
 
 
 @dataclass
@@ -41,7 +48,12 @@ class StepTimer:
 
         loss.register_hook(queue)
         start = self.backend.mark()
-        loss.backward()
+        try:
+            loss.backward()
+        except NotImplementedError as error:
+            if "SparseTensorImpl" not in str(error):
+                raise
+            raise ConfigError(SPARSE_ELSEWHERE) from error
         end = self.backend.mark()
         self._spans.append((start, work_end[0]))
         self._waits.append((work_end[0], end))

@@ -9,7 +9,7 @@ torch's own `GradScaler` needs float64, which Arc cards and Apple's GPUs lack (p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -79,16 +79,25 @@ class LossScale:
         return cls(**raw)
 
 
-def largest_magnitude(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
+def with_values(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return dense tensors with the numbers of gradients: of a sparse one its rows, each once, if any."""
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
+    if len(dense) == len(gradients):
+        return dense
+    rows = [gradient.coalesce().values() for gradient in gradients if gradient.is_sparse]
+    return dense + [values for values in rows if values.numel()]
+
+
+def largest_magnitude(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the largest magnitude on the device, NaN if the gradients hold one; `None` without gradients.
 
     The Euclidean norm would not do: it may overflow on one kind of device and not on another.
     """
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    dense = with_values(gradients)
     return torch.nn.utils.get_total_norm(dense, math.inf) if dense else None
 
 
-def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
+def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
     """Return whether no gradient holds an infinity or a NaN; waits for the device."""
     largest = largest_magnitude(gradients)
     return largest is None or math.isfinite(float(largest))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import unusual_models
 from safetensors.torch import load_file
 from support import unbuilt_config
 
@@ -72,6 +73,54 @@ def test_runs_are_merged_and_judged(capsys: pytest.CaptureFixture[str], tmp_path
     one, other = (load_file(file) for file in files)
     for name, value in load_file(merged / "model.safetensors").items():
         torch.testing.assert_close(value, 0.75 * one[name] + 0.25 * other[name])
+
+
+def normalised(folder: Path, shift: float, data: str = "unusual_models.Shifted") -> str:
+    """Write a run's folder with a checkpoint of a model with BatchNorm, trained on shifted data."""
+    raw = unbuilt_config(
+        model={"_target_": "unusual_models.Normalised"},
+        data={"_target_": data, "shift": shift},
+        optimizer={"_target_": "torch.optim.SGD", "lr": 0.1},
+        trainer={"global_batch_size": 16, "seed": 0},
+    )
+    torch.manual_seed(0)
+    model = unusual_models.Normalised()
+    extra: dict[str, Any] = {
+        "run_id": folder.name,
+        "progress": {"samples": 48},
+        "devices": [],
+        "config": raw | {"resume": None},
+    }
+    state = TrainingState(4, {"epoch": 1, "offset": 0}, {"step": 4}, extra)
+    save_checkpoint(folder / "checkpoints", model, torch.optim.SGD(model.parameters(), lr=0.1), state)
+    return str(folder)
+
+
+def test_batch_norm_is_measured_on_all_runs_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    runs = [normalised(tmp_path / "a", 0.0), normalised(tmp_path / "b", 4.0)]
+    tensors = []
+    for name, order in (("ab", runs), ("ba", runs[::-1])):
+        output = ("--output", str(tmp_path / name), "--trust", "unusual_models")
+        text = printed(capsys, *order, "--weights", "1", "1", *output)
+        assert "BatchNorm: running statistics were measured again on training samples: 48 of" in text
+        folder = tmp_path / name / "checkpoints" / "step_00000004"
+        report = json.loads((folder / "state.json").read_text())["extra"]["merged"]
+        assert report["batch_norm_samples"] == [48, 48]
+        tensors.append(load_file(folder / "model.safetensors"))
+    for name, value in tensors[0].items():
+        assert torch.equal(value, tensors[1][name])
+    both = torch.cat([unusual_models.Shifted(shift).train.tensors[0] for shift in (0.0, 4.0)])
+    torch.testing.assert_close(tensors[0]["norm.running_mean"], both.mean(dim=0))
+    assert bool((tensors[0]["norm.running_var"] - both.var(dim=0)).abs().max() < 0.3)
+
+
+def test_without_a_runs_data_batch_norm_is_averaged(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    runs = [normalised(tmp_path / "a", 0.0), normalised(tmp_path / "b", 4.0, "unusual_models.Gone")]
+    text = printed(capsys, *runs, "--weights", "1", "1", "--trust", "unusual_models")
+    assert "the data of" in text
+    assert "BatchNorm: the parents' running statistics were averaged." in text
 
 
 def test_a_soup_leaves_out_what_does_not_help(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_hook_that_carried_nothing_does_not_count(make_state: Callable[..., Tr
     hook = state.hook = GradientHook(FakeExchange(SoloCommunicator()), "float32", 1)
     try:
         assert state.engine.sent_bytes(4) == 100
-        hook.average_(torch.ones(6), [])
+        hook.average(torch.ones(6), [])
         assert state.engine.sent_bytes(4) == 6
     finally:
         hook.close()

@@ -50,3 +50,12 @@ def test_in_a_sweep_a_comma_sweeps(flag: str) -> None:
         "hardware.gpu_ids=0,1",
         "hardware.gpu_ids=choice([0,1],[2])",
     ]
+
+
+def test_keys_of_hetexp_in_a_group_need_no_sign() -> None:
+    assert written_out(["model.weights=a.safetensors", "model.weights_strict=false", "model.width=3"]) == [
+        "++model.weights=a.safetensors",
+        "++model.weights_strict=false",
+        "model.width=3",
+    ]
+    assert written_out(["+model.weights=null"]) == ["+model.weights=null"]

@@ -15,7 +15,7 @@ from hetexp.checkpoint.folder import TrainingState, load_checkpoint, save_checkp
 from hetexp.checkpoint.merge import Parent, read_parent
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.core.errors import CheckpointError
-from hetexp.strategy.independent.merging import MergeOptions, merge, recalibrate, write_merged
+from hetexp.strategy.independent.merging import MergeOptions, TrainingData, merge, recalibrate, write_merged
 from hetexp.strategy.single import Single
 from hetexp.training.evaluate import evaluate_locally
 from hetexp.training.state import TrainState
@@ -92,6 +92,42 @@ def test_the_merged_model_beside_its_parents(state: TrainState, tmp_path: Path) 
     average = merge(parents, MergeOptions(batch_norm="average"), state)
     assert average.report["batch_norm"] == "averaged"
     assert not bool(average.tensors["norm.running_mean"].any())
+
+
+def shifted(key: str, shift: float, count: int) -> TrainingData:
+    generator = torch.Generator().manual_seed(count)
+    inputs = shift + torch.randn(count, 3, generator=generator)
+    targets = torch.randint(4, (count,), generator=generator)
+    order = torch.randperm(count, generator=generator).tolist()
+    return TrainingData(key, TensorDataset(inputs, targets), order)
+
+
+def test_statistics_are_measured_on_all_parents_data_by_weight(state: TrainState, tmp_path: Path) -> None:
+    parents = [parent(tmp_path / "a", 0.0), parent(tmp_path / "b", 0.5)]
+    data = [shifted("a", 0.0, 48), shifted("b", 4.0, 64)]
+    merged = merge(parents, MergeOptions(weights=(3, 1)), state, data=data)
+    other = merge(parents[::-1], MergeOptions(weights=(1, 3)), state, data=data[::-1])
+    assert merged.report["batch_norm_samples"] == [48, 16]
+    assert other.report["batch_norm_samples"] == [16, 48]
+    for name in ("norm.running_mean", "norm.running_var"):
+        assert torch.equal(merged.tensors[name], other.tensors[name])
+    used = torch.cat(
+        [
+            torch.stack([each.samples[i][0] for i in each.order[:n]])
+            for each, n in zip(data, (48, 16), strict=True)
+        ]
+    )
+    torch.testing.assert_close(merged.tensors["norm.running_mean"], used.mean(dim=0))
+    assert bool((merged.tensors["norm.running_mean"] - 1.0).abs().max() < 0.5)
+    # Each batch of 8 has the mixture's spread, not that of one parent's samples.
+    assert bool((merged.tensors["norm.running_var"] > 2.5).all())
+
+
+def test_parents_of_the_same_data_use_it_once(state: TrainState, tmp_path: Path) -> None:
+    parents = [parent(tmp_path / name, shift) for name, shift in (("a", 0.0), ("b", 0.5), ("c", 0.2))]
+    same, other = shifted("same", 0.0, 20), shifted("other", 4.0, 20)
+    merged = merge(parents, MergeOptions(weights=(1, 1, 2)), state, data=[same, same, other])
+    assert merged.report["batch_norm_samples"] == [20, 0, 20]
 
 
 def test_any_run_goes_on_from_it(state: TrainState, tmp_path: Path) -> None:
