@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetexp.core.compose.conf_folders import conf_dir as conf_dir
 from hetexp.core.compose.conf_folders import name_own_conf_dir
-from hetexp.core.compose.words import written_out
+from hetexp.core.compose.words import without_hyphens, written_out
 from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
 
 if TYPE_CHECKING:
@@ -65,8 +65,9 @@ def main() -> None:
     # The user's own classes may be beside train.py and in the current folder.
     sys.path.append(str(Path.cwd()))
     as_typed(sys.argv)
-    sys.argv[1:] = written_out(sys.argv[1:])
-    arguments = get_args_parser().parse_args()
+    parser = get_args_parser()
+    sys.argv[1:] = written_out(without_hyphens(sys.argv[1:], parser._option_string_actions))
+    arguments = parser.parse_args()
     name_own_conf_dir(Path(arguments.config_dir) if arguments.config_dir else None)
     try:
         rank_env = None if _asks_for_help(arguments) else find_rank_env()

@@ -103,6 +103,16 @@ def test_hetexp_train_is_train_py(ask: Ask) -> None:
     assert OmegaConf.create(one.stdout).trainer.seed == 4
 
 
+def test_words_of_a_wandb_sweeps_agent(ask: Ask) -> None:
+    words = ["--trainer.seed=4", "--model=gpt", "--optimizer.lr=1e-05"]
+    composed = OmegaConf.create(ask(TRAIN, "--cfg=job", *words).stdout)
+    assert (composed.trainer.seed, "GPT" in composed.model._target_, composed.optimizer.lr) == (4, True, 1e-5)
+    wrong = ask(TRAIN, "--trainer.sed=4", "--optimizer.lr")
+    assert wrong.returncode == 2
+    assert "`trainer.sed` is not a key of the configuration" in wrong.stderr
+    assert "`optimizer.lr` must be given as key=value" in wrong.stderr
+
+
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["trian"]])
 def test_the_command_itself_imports_nothing_slow(ask: Ask, words: list[str]) -> None:
     ended = ask("-c", HETEXP, *words)
