@@ -223,7 +223,7 @@ def test_a_killed_run_leaves_no_hole_in_the_run_that_goes_on(
         "a checkpoint, and a step after it",
     )
     killed.kill()
-    for folder in temporary.glob("hetexp-*"):  # the launcher was killed as well
+    for folder in temporary.iterdir():  # a killed process removes nothing
         shutil.rmtree(folder)
     saved = max(int(path.parent.name[5:]) for path in killed.run_dir.glob("checkpoints/*/manifest.json"))
     earlier = [line for line in killed.metrics if line["step"] <= saved]
