@@ -46,8 +46,10 @@ _typed_here = False
 
 def main() -> None:
     """Run the command line of `train.py` and of `hetexp train`."""
+    from hetexp.core.streams import show_any_text
     from hetexp.launch.environments.interpreter import check_own_interpreter
 
+    show_any_text()
     try:
         check_own_interpreter()
     except HetexpError as error:

@@ -336,6 +336,9 @@ def config_loader(
 
     Args:
         config_dir: the user's own folder, before the shipped one.
+
+    Raises:
+        hydra.errors.HydraException: of whatever happens inside, if a file of the user's is no UTF-8; names it.
     """
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
@@ -348,8 +351,25 @@ def config_loader(
         search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
     try:
         yield Hydra.create_main_hydra2("hetexp", search_path).config_loader, config_name
+    except UnicodeDecodeError as error:
+        folders = [Path(folder) for folder in (config_dir, config_path) if folder is not None]
+        raise HydraException(_not_utf8([*folders, *own_conf_dirs(Path.cwd())]) or str(error)) from error
     finally:
         GlobalHydra.instance().clear()
+
+
+def _not_utf8(folders: Sequence[Path]) -> str:
+    """Return a sentence for each YAML file that is no UTF-8, which Hydra reads without naming the file."""
+    problems = []
+    for path in dict.fromkeys(path for folder in folders for path in sorted(folder.rglob("*.yaml"))):
+        try:
+            path.read_text(encoding="utf-8")
+        except OSError:
+            continue
+        except UnicodeDecodeError as error:
+            line = path.read_bytes()[: error.start].count(b"\n") + 1
+            problems.append(f"`{path}` must be UTF-8, but line {line} is not. Save the file as UTF-8.")
+    return "\n".join(problems)
 
 
 def _dotted_keys(node: Any, prefix: str = "") -> list[str]:
