@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 
-from hetexp.core.compose.conf_folders import conf_dir, own_conf_dirs
+from hetexp.core.compose.conf_folders import conf_dir, not_utf8, own_conf_dirs
 from hetexp.core.compose.words import end_of_word, why_unreadable, without_spaces
 from hetexp.core.errors import did_you_mean, must_be
 from hetexp.core.files import folder_problem
@@ -338,7 +338,7 @@ def config_loader(
         config_dir: the user's own folder, before the shipped one.
 
     Raises:
-        hydra.errors.HydraException: of whatever happens inside, if a file of the user's is no UTF-8; names it.
+        hydra.errors.HydraException: a file of the user's is no UTF-8; names it.
     """
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
@@ -353,23 +353,9 @@ def config_loader(
         yield Hydra.create_main_hydra2("hetexp", search_path).config_loader, config_name
     except UnicodeDecodeError as error:
         folders = [Path(folder) for folder in (config_dir, config_path) if folder is not None]
-        raise HydraException(_not_utf8([*folders, *own_conf_dirs(Path.cwd())]) or str(error)) from error
+        raise HydraException(not_utf8([*folders, *own_conf_dirs(Path.cwd())]) or str(error)) from error
     finally:
         GlobalHydra.instance().clear()
-
-
-def _not_utf8(folders: Sequence[Path]) -> str:
-    """Return a sentence for each YAML file that is no UTF-8, which Hydra reads without naming the file."""
-    problems = []
-    for path in dict.fromkeys(path for folder in folders for path in sorted(folder.rglob("*.yaml"))):
-        try:
-            path.read_text(encoding="utf-8")
-        except OSError:
-            continue
-        except UnicodeDecodeError as error:
-            line = path.read_bytes()[: error.start].count(b"\n") + 1
-            problems.append(f"`{path}` must be UTF-8, but line {line} is not. Save the file as UTF-8.")
-    return "\n".join(problems)
 
 
 def _dotted_keys(node: Any, prefix: str = "") -> list[str]:

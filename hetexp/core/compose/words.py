@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable, Sequence
 
@@ -63,6 +64,12 @@ def _without_hyphens(word: str, flags: Sequence[str]) -> str:
         return word
     # Without a value it is refused as a key, which says more than "unrecognized argument".
     return word[2:] if equals or "." in key else word
+
+
+def asks_for_help(arguments: argparse.Namespace) -> bool:
+    """Return whether the command only shows help or a configuration."""
+    asks = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
+    return any(asks)
 
 
 def end_of_word(words: Sequence[str]) -> int:
