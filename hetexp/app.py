@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from hetexp.core.compose.conf_folders import conf_dir as conf_dir
 from hetexp.core.compose.conf_folders import name_own_conf_dir
-from hetexp.core.compose.words import written_out
+from hetexp.core.compose.words import asks_for_help, without_hyphens, written_out
 from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
+from hetexp.core.streams import show_any_text
 
 if TYPE_CHECKING:
     import argparse
@@ -48,6 +49,7 @@ def main() -> None:
     """Run the command line of `train.py` and of `hetexp train`."""
     from hetexp.launch.environments.interpreter import check_own_interpreter
 
+    show_any_text()
     try:
         check_own_interpreter()
     except HetexpError as error:
@@ -65,11 +67,12 @@ def main() -> None:
     # The user's own classes may be beside train.py and in the current folder.
     sys.path.append(str(Path.cwd()))
     as_typed(sys.argv)
-    sys.argv[1:] = written_out(sys.argv[1:])
-    arguments = get_args_parser().parse_args()
+    parser = get_args_parser()
+    sys.argv[1:] = written_out(without_hyphens(sys.argv[1:], parser._option_string_actions))
+    arguments = parser.parse_args()
     name_own_conf_dir(Path(arguments.config_dir) if arguments.config_dir else None)
     try:
-        rank_env = None if _asks_for_help(arguments) else find_rank_env()
+        rank_env = None if asks_for_help(arguments) else find_rank_env()
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -157,19 +160,13 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         return without_hydra(compose(CONFIG_NAME, list(overrides), return_hydra_config=True))
 
 
-def _asks_for_help(arguments: argparse.Namespace) -> bool:
-    """Return whether the command only shows help or a configuration."""
-    asks = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
-    return any(asks)
-
-
 def check_command_line(arguments: argparse.Namespace, ranks: RankSource | None = None) -> list[str]:
     """Return every mistake in the command line; Hydra itself would stop at the first one."""
     from hetexp.core.compose.overrides import compose_typed
     from hetexp.core.sweep.grid import asks_to_sweep, compose_jobs
     from hetexp.plan.run_spec import Request
 
-    if _asks_for_help(arguments) or not arguments.overrides or arguments.experimental_rerun:
+    if asks_for_help(arguments) or not arguments.overrides or arguments.experimental_rerun:
         return []
     where = {
         "config_dir": arguments.config_dir,
@@ -295,6 +292,7 @@ def run(
 
     from hetexp.launch.rank_source import LauncherRanks
 
+    show_any_text()  # `main` ran in another process if a sweep's launcher or another engine started this one
     console = console or Console()
     if ranks is not None or not OmegaConf.select(cfg, "cluster.hosts"):
         return _run(cfg, request, console, ranks or LauncherRanks())
@@ -414,7 +412,6 @@ def compose_and_check(
         leases: as for `check`.
     """
     from hetexp.core.compose.overrides import compose_typed
-    from hetexp.core.compose.words import written_out
     from hetexp.plan.run_spec import CheckedRun
 
     register_resolvers()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import hetexp
 from hetexp.core.errors import did_you_mean, must_be
+from hetexp.core.streams import show_any_text
 
 COMMANDS = {
     "train": "Train a model: group=option, key=value and Hydra's flags",
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after `hetexp`; those of this process by default.
     """
+    show_any_text()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(_help())

@@ -23,6 +23,7 @@ from hetexp.core.config import Config, read_config
 from hetexp.core.errors import HetexpError, UsageError
 from hetexp.core.files import no_room, write_json
 from hetexp.core.plan import Plan
+from hetexp.core.streams import write_utf8
 from hetexp.launch.elastic.heartbeat import beat, show_stack_on_request
 from hetexp.launch.elastic.membership import device_trouble
 from hetexp.launch.launcher import CALIBRATION, READY
@@ -59,6 +60,7 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
         rank: in the plan.
         member: number of a process that joins a training under way; `None` at a run's beginning.
     """
+    write_utf8()
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides, also at a shared terminal
     plan = Plan.read(plan_path)

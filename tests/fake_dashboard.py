@@ -66,6 +66,7 @@ OPTIONS: Row = {
 def _device(number: int, name: str, total: int, **more: Any) -> Row:
     return {
         "key": f"host/{number}", "id": f"cuda:{number}", "name": name, "vendor": "nvidia", "backend": "cuda",
+        "host": "host", "here": True, "stale": False, "age_seconds": 0.4,
         "index": number, "environment": "nvidia", "emulated": False, "integrated": False, "lost": False,
         "state": "ok", "reason": None, "selectable": True, "run": None, "memory_total_bytes": total,
         "power_limit_w": 350.0, "throttle": [], "fan": 0.4, "busy": False, "busy_by": None, **more,
@@ -369,6 +370,7 @@ def history(view: str, seconds: float, points: int) -> Row:
         states = [_state(place, device, at) for at in times]
         about = {
             "device": device["id"],
+            "host": device["host"],
             "key": device["key"],
             "name": device["name"],
             "run": None,
@@ -376,7 +378,7 @@ def history(view: str, seconds: float, points: int) -> Row:
         }
         series.append(about | {key: [one[key] for one in states] for key in keys})
     if view == "aggregated":
-        whole: Row = {"device": None, "key": None, "name": None, "run": None, "time": times}
+        whole: Row = {"device": None, "host": None, "key": None, "name": None, "run": None, "time": times}
         whole |= {
             key: [_mean(values) for values in zip(*(one[key] for one in series), strict=True)] for key in keys
         }

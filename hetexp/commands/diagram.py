@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code, parse_overrides
 
 if TYPE_CHECKING:
     from hetexp.core.plan import Plan
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         2 if an argument is wrong, 1 if a requested format cannot be drawn.
     """
-    options = _parser().parse_intermixed_args(list(arguments))
+    options = parse_overrides(_parser(), arguments)
     return exit_code(lambda: _run(options))
 
 

@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code, parse_overrides
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return hetexp's options, and the script's own arguments."""
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
-    return _parser().parse_intermixed_args(words[:end]), words[end + 1 :]
+    return parse_overrides(_parser(), words[:end]), words[end + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:

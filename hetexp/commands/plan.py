@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.support.command_line import add_shared, command_parser, exit_code
+from hetexp.commands.support.command_line import add_shared, command_parser, exit_code, parse_overrides
 
 if TYPE_CHECKING:
     from hetexp.launch.prepare.planning import ChangedPlan, PredictionRequest
@@ -24,7 +24,7 @@ examples
 
 def main(arguments: Sequence[str]) -> int:
     """Print the prediction as tables or as JSON; return 2 if an argument is wrong."""
-    options = _parser().parse_intermixed_args(_joined(arguments))
+    options = parse_overrides(_parser(), _joined(arguments))
     return exit_code(lambda: _run(options))
 
 

@@ -92,10 +92,15 @@ def _live(top: Top, config: MonitorConfig) -> None:
 def _once(top: Top, store: Store) -> None:
     from rich.console import Console
 
+    from hetexp.monitor.sample import host_name
     from hetexp.monitor.screen import rendered
 
     console = Console()
     pause, deadline = threading.Event(), time.monotonic() + FIRST_SECONDS
-    while not store.latest(time.time() - FIRST_SECONDS) and time.monotonic() < deadline:
+
+    def sampled() -> bool:
+        return any(row["host"] == host_name() for row in store.latest(time.time() - FIRST_SECONDS))
+
+    while not sampled() and time.monotonic() < deadline:
         pause.wait(0.1)
     console.print(rendered(top.look(), console.width, 200))

@@ -14,7 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.commands.support.command_line import add_shared, at_least_one, command_parser, exit_code
+from hetexp.commands.support.command_line import (
+    add_shared,
+    at_least_one,
+    command_parser,
+    exit_code,
+    parse_overrides,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +47,7 @@ TIME_SCALE = 1e-6
 
 def main(arguments: Sequence[str]) -> int:
     """Verify and print the certificate; return 0 for an exact run, 1 for any other, 2 for a wrong command."""
-    options = _parser().parse_intermixed_args(list(arguments))
+    options = parse_overrides(_parser(), arguments)
     return exit_code(lambda: _run(options), failure=1)
 
 

@@ -26,8 +26,11 @@ LEAST_FREE = 4 * 2**20
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Write `text` so that a reader sees the old file or the new one, never a part."""
-    write_bytes(path, text.encode(), durable)
+    """Write `text` as UTF-8, so that a reader sees the old file or the new one, never a part.
+
+    Bytes of a file's name that are no UTF-8 are escaped.
+    """
+    write_bytes(path, text.encode(errors="backslashreplace"), durable)
 
 
 def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:

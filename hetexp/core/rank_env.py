@@ -1,7 +1,8 @@
 """Which rank of a job this process is, if an engine other than hetexp's launcher started it.
 
 torchrun, Ray Train and other engines set torch's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT. SLURM's `srun` sets variables of its own. `HETEXP_ENGINE=none` ignores all of them.
+MASTER_PORT. SLURM's `srun` sets variables of its own. Those of MPI are refused: they name no host where ranks
+could meet. `HETEXP_ENGINE=none` ignores all of them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from hetexp.core.errors import ConfigError
 
 ENGINE = "HETEXP_ENGINE"
 """Variable; `none` makes hetexp's own launcher start the ranks."""
+OTHERWISE = f"Or set {ENGINE}=none: hetexp's own launcher starts the ranks then."
+"""What to do about variables that were left behind, as the last sentence of an error."""
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+)
+"""Rank and number of ranks, as Open MPI, MPICH and MVAPICH set them."""
 _NODE = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 """Number of this process's node among the job's: torchrun's, Ray Train's, SLURM's."""
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
@@ -49,6 +58,12 @@ class RankEnv:
     """Whether the engine hosts a store at that address; otherwise rank 0 does."""
 
     @property
+    def variables(self) -> str:
+        """The variables by which this process is a rank, with their values."""
+        rank, size = SLURM[:2] if self.engine == "slurm" else TORCH[:2]
+        return f"{rank}={self.rank} and {size}={self.world_size}"
+
+    @property
     def leads(self) -> bool:
         """Whether this process decides for all."""
         return self.rank == 0
@@ -70,6 +85,13 @@ def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
         return _of_torch(environ)
     if environ.get("SLURM_PROCID") and environ.get("SLURM_NTASKS", "1") != "1":
         return _of_slurm(environ)
+    for rank, size in _MPI:
+        if environ.get(rank) and environ.get(size, "1") != "1":
+            needed = ", ".join(f"`{name}`" for name in TORCH)
+            raise ConfigError(
+                f"Under MPI ({rank}={environ[rank]}, {size}={environ[size]}) {needed} must be set for each "
+                f"process, but `RANK` is not. {OTHERWISE}"
+            )
     return None
 
 
@@ -96,7 +118,7 @@ def _of_slurm(environ: Mapping[str, str]) -> RankEnv:
     if not address:
         raise ConfigError(
             "Started by SLURM, `SLURM_NODELIST` or `MASTER_ADDR` must be set, but neither is: rank 0's host "
-            f"is not known. {_OTHERWISE}"
+            f"is not known. {OTHERWISE}"
         )
     job, step = (environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     offset = 7 * int(job) + int(step) if job.isdigit() and step.isdigit() else 0
@@ -114,9 +136,6 @@ def _of_slurm(environ: Mapping[str, str]) -> RankEnv:
         environ.get("SLURMD_NODENAME") or platform.node(),
         environ.get("SLURM_RESTART_COUNT", "0"),
     )
-
-
-_OTHERWISE = f"Or set {ENGINE}=none: hetexp's own launcher starts the ranks then."
 
 
 def _numbers(
@@ -151,7 +170,7 @@ def _numbers(
             if value is not None and value >= size
         ]
     if problems:
-        raise ConfigError(f"Started by {who}, {'; '.join(problems)}. {_OTHERWISE}")
+        raise ConfigError(f"Started by {who}, {'; '.join(problems)}. {OTHERWISE}")
     return numbers
 
 

@@ -127,7 +127,7 @@ class EngineRanks(RankSource):
 
     def launch(self, plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
         show_plan(plan, console)
-        started = f"Started by {self.rank_env.engine}: {NEEDS_LAUNCHER}."
+        started = f"Started by {self.rank_env.engine} ({self.rank_env.variables}): {NEEDS_LAUNCHER}."
         console.print(started, highlight=False, soft_wrap=True)
         path = Path(plan.run_dir) / "summary.json"
         try:

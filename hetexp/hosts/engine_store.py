@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -13,11 +14,13 @@ from typing import Any
 import torch.distributed as dist
 
 from hetexp.core.errors import SetupError
-from hetexp.core.rank_env import RankEnv
+from hetexp.core.rank_env import ENGINE, OTHERWISE, RankEnv
 from hetexp.hosts.channel import connect_within
 from hetexp.hosts.this_host import local_addresses
 
 POLL_SECONDS = 0.05
+NOTICE_SECONDS = 5.0
+"""How long a rank waits for others before it says so."""
 LEAVE_SECONDS = 10.0
 """Longest that rank 0, which hosts the store, waits at the end for the ranks that still use it."""
 
@@ -36,6 +39,8 @@ class EngineStore:
     def __init__(self, rank_env: RankEnv, timeout_seconds: float) -> None:
         self.rank_env, self._limit = rank_env, timeout_seconds
         self._commands = 0
+        self._explained = False
+        self._absent = set[int]()
         has_group = dist.is_available() and dist.is_initialized()
         # Ray Train has formed a group already. Its store is where the ranks meet, and the group ends.
         root = (
@@ -67,24 +72,31 @@ class EngineStore:
         return {rank: json.loads(self._store.get(f"{topic}/{rank}")) for rank in present}
 
     def gather(self, topic: str) -> list[dict[str, Any]]:
-        """Return the reports of all ranks, in rank order.
+        """Return the reports of all ranks, in rank order; the first call explains a long wait.
 
         Raises:
             SetupError: ranks did not report in time; names them.
         """
-        deadline, reports = time.monotonic() + self._limit, dict[int, dict[str, Any]]()
+        started, reports = time.monotonic(), dict[int, dict[str, Any]]()
         env = self.rank_env
         while missing := [rank for rank in range(env.world_size) if rank not in reports]:
             reports |= self.reported(topic, missing)
-            if time.monotonic() > deadline:
-                names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+            waited = time.monotonic() - started
+            names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+            if missing and not self._explained and waited > NOTICE_SECONDS:
+                self._explained = True
+                _explain_wait(env, f"rank {names}", self._limit)
+            if waited > self._limit:
+                self._absent = set(missing)
                 raise SetupError(
                     f"{len(reports)} of {env.world_size} ranks came to {env.address}:{env.port} within "
-                    f"{self._limit:g} s (launch.timeout_seconds), but not {names}. Under SLURM `srun` must "
-                    "start the processes, with torchrun one instance of it on each node."
+                    f"{self._limit:g} s (launch.timeout_seconds), but not {names}. This process waits "
+                    f"for them because of {env.variables}. Under SLURM `srun` must start the processes, "
+                    f"with torchrun one instance of it on each node. {OTHERWISE}"
                 )
             if len(reports) < env.world_size:
                 time.sleep(POLL_SECONDS)
+        self._explained = True  # later, ranks are busy and not absent
         return [reports[rank] for rank in range(env.world_size)]
 
     def send_command(self, command: Mapping[str, Any]) -> None:
@@ -113,30 +125,62 @@ class EngineStore:
         try:
             self._store.set(f"left/{self.rank_env.rank}", "1")
             deadline = time.monotonic() + LEAVE_SECONDS
-            all_left = [f"left/{rank}" for rank in range(self.rank_env.world_size)]
+            came = set(range(self.rank_env.world_size)) - self._absent
+            all_left = [f"left/{rank}" for rank in came]
             while self.rank_env.leads and not self._store.check(all_left) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         except RuntimeError:  # the store is gone already
             return
 
 
+def _explain_wait(env: RankEnv, missing: str, limit_seconds: float) -> None:
+    """Say for whom this rank waits, and which variables make it wait: they may be left from another job."""
+    print(
+        f"Waiting up to {limit_seconds:g} s for {missing} at {env.address}:{env.port}: {env.variables} say "
+        f"that another engine starts {env.world_size} ranks. If none does, set {ENGINE}=none: hetexp's own "
+        "launcher starts the ranks then.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def _connect(rank_env: RankEnv, timeout_seconds: float) -> dist.TCPStore:
     """Return the store at the engine's address, which rank 0 hosts if the engine does not."""
     address, timeout = (rank_env.address, rank_env.port), timedelta(seconds=timeout_seconds)
-    hosts = rank_env.leads and not rank_env.store_is_there
+    if rank_env.leads and not rank_env.store_is_there:
+        try:
+            # By the loopback: an address that leads elsewhere would let torch's client print C++ stacks.
+            return dist.TCPStore(
+                "127.0.0.1", rank_env.port, is_master=True, wait_for_workers=False, timeout=timeout
+            )
+        except (RuntimeError, ValueError) as error:  # torch's own text is a C++ stack
+            raise SetupError(
+                f"Rank 0 must open port {rank_env.port} (MASTER_PORT) for the others, but cannot: another "
+                f"process may have it. This process is rank 0 because of {rank_env.variables}. {OTHERWISE}"
+            ) from error
     try:
-        if not hosts:
-            # A plain connection first: torch's own client prints a C++ stack for each failed attempt.
-            connect_within(address, timeout_seconds).close()
-        return dist.TCPStore(*address, is_master=hosts, wait_for_workers=False, timeout=timeout)
+        # A plain connection first: torch's own client prints a C++ stack for each failed attempt.
+        _reach(rank_env, timeout_seconds)
+        return dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
     except (OSError, dist.DistError) as error:
-        if hosts:
-            raise
         raise SetupError(
             f"rank 0 did not answer at {rank_env.address}:{rank_env.port} within {timeout_seconds:g} s "
             f"(launch.timeout_seconds): {error}. Is MASTER_ADDR its host, and does a firewall block "
-            "MASTER_PORT?"
+            f"MASTER_PORT? This process waits for it because of {rank_env.variables}. {OTHERWISE}"
         ) from error
+
+
+def _reach(rank_env: RankEnv, timeout_seconds: float) -> None:
+    """Return when something listens at the engine's address; say so if that takes long."""
+    address = (rank_env.address, rank_env.port)
+    first = min(NOTICE_SECONDS, timeout_seconds)
+    try:
+        connect_within(address, first).close()
+    except OSError:
+        if first == timeout_seconds:
+            raise
+        _explain_wait(rank_env, "rank 0", timeout_seconds)
+        connect_within(address, timeout_seconds - first).close()
 
 
 def _address_towards(rank_env: RankEnv) -> str:
@@ -148,6 +192,6 @@ def _address_towards(rank_env: RankEnv) -> str:
         except OSError as error:
             raise SetupError(
                 f"`MASTER_ADDR` must be a host that this one reaches, but is '{rank_env.address}' "
-                f"instead: {error}."
+                f"instead: {error}. It is needed because of {rank_env.variables}. {OTHERWISE}"
             ) from None
     return address

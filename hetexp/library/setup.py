@@ -21,6 +21,7 @@ from hetexp.core.config import COLLATE, Config, read_config
 from hetexp.core.errors import ConfigError, SetupError, UsageError, must_be
 from hetexp.core.plan import Plan
 from hetexp.core.precision import precision_problems
+from hetexp.core.rank_env import ENGINE
 from hetexp.core.split import apportion
 from hetexp.data.base import as_data, indexed, stream_of
 from hetexp.data.loader import PREFETCH, read_ahead
@@ -342,10 +343,11 @@ def _refuse_other_launchers() -> None:
     Raises:
         SetupError: this process is a rank of torchrun.
     """
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+    if os.environ.get("WORLD_SIZE", "") not in ("", "0", "1") and os.environ.get(ENGINE) != "none":
         raise SetupError(
             "hetexp.setup does not take part in the ranks of torchrun (WORLD_SIZE is "
-            f"{os.environ['WORLD_SIZE']}). Start the script with `hetexp launch {Path(sys.argv[0]).name}`."
+            f"{os.environ['WORLD_SIZE']}). Start the script with `hetexp launch {Path(sys.argv[0]).name}`. "
+            f"If the variable is left from another job, unset it or set {ENGINE}=none."
         )
 
 

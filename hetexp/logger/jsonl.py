@@ -12,6 +12,10 @@ from typing import Any
 from hetexp.core.files import naming
 from hetexp.logger.base import Logger, RunInfo, plain_value
 
+METRICS = "metrics.jsonl"
+EARLIER_METRICS = "metrics_before.jsonl"
+"""In a resumed run's folder: the metrics of the runs before it, up to the checkpoint that it goes on from."""
+
 
 class MetricsFile(Logger):
     """Appends a line `{"step": …, …}` for each call and flushes it, so that a killed run keeps every line.

@@ -61,6 +61,9 @@ _LEFTOVERS = (
 )
 """Variables that would give this run another identity, or attach it to another process's service."""
 
+_AGENT = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
+"""Variables of the agent of a W&B sweep: the run, the sweep, and a file with the run's parameters."""
+
 _own_services: set[str] = set()
 """Every `WANDB_SERVICE` of a service of this process; such a value is never restored."""
 
@@ -68,7 +71,8 @@ _own_services: set[str] = set()
 class WandbLogger(Logger):
     """Logs a run to Weights & Biases; its files are in `<run_dir>/wandb`.
 
-    The run's id is `RunInfo.run_id`, whatever the environment says. Metrics keep their own axis
+    The run's id is `RunInfo.run_id`, whatever the environment says. Only if the agent of a W&B sweep
+    has started the command, the sweep gets the run, by the agent's id. Metrics keep their own axis
     (`trainer/step`), so a resumed run needs no increasing W&B step. At the end the small files of the run
     folder become the artifact `<run id>-run`, and a run whose timings must not be used is tagged `invalid`.
 
@@ -76,7 +80,7 @@ class WandbLogger(Logger):
         project: W&B project.
         entity: team or user; `None`: W&B's default.
         mode: mode of W&B: `offline` (files only), `online` or `disabled`; `None`: `WANDB_MODE`, else
-            `offline`.
+            `offline`, and `online` under the agent of a W&B sweep.
         init_timeout_seconds: longest wait for the run to open; then it trains without W&B.
         finish_timeout_seconds: longest wait at the end for remaining data to be written or sent.
     """
@@ -97,6 +101,7 @@ class WandbLogger(Logger):
         self._calls: BackgroundCalls | None = None
         self._latest = threading.Event()
         self._run: Run | None = None
+        self._agent_run: str | None = None
         self._run_dir = Path()
         self._temporary: Path | None = None
         self._service: subprocess.Popen[bytes] | None = None
@@ -107,7 +112,9 @@ class WandbLogger(Logger):
 
     def start(self, run: RunInfo) -> None:
         """Open the run; waits at most `init_timeout_seconds`."""
-        mode = self.mode or os.environ.get("WANDB_MODE") or "offline"
+        self._agent_run = _agent_run(run)
+        usual = "offline" if self._agent_run is None else "online"
+        mode = self.mode or os.environ.get("WANDB_MODE") or usual
         if mode == "disabled":
             return
         self._run_dir = run.run_dir
@@ -131,7 +138,7 @@ class WandbLogger(Logger):
         self._latest = self._calls.submit(lambda: self._send(values))
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Log the lines that the server lacks of a run that another process has begun; offline, all lines.
+        """Log the lines that the server lacks of a run that other processes have begun; offline, all lines.
 
         W&B writes its file in blocks, so that the last lines of a killed process are missing. Replaced files
         move to `<run_dir>/wandb/replaced`. Files of other run ids in the same folder stay.
@@ -181,7 +188,7 @@ class WandbLogger(Logger):
             opened = wandb.init(
                 project=self.project,
                 entity=self.entity,
-                id=run.run_id,
+                id=self._agent_run or run.run_id,
                 name=_short(run.name),
                 group=run.group,
                 job_type=run.job_type,
@@ -206,6 +213,8 @@ class WandbLogger(Logger):
     def _variables(self) -> dict[str, str | None]:
         """Return variables that keep wandb from other runs, from questions and from sending error reports."""
         hidden = dict.fromkeys(_LEFTOVERS if self._owns_service else ())
+        if self._agent_run is not None:
+            hidden = {name: value for name, value in hidden.items() if name not in _AGENT}
         reports = os.environ.get("WANDB_ERROR_REPORTING", "false")  # the user's own choice stays
         return {**hidden, "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": reports}
 
@@ -219,8 +228,6 @@ class WandbLogger(Logger):
             return
         current = Path(run.dir).parent
         before = [path for path in current.parent.glob(f"*run-*-{run.id}") if path != current]
-        if not before:
-            return
         if run.settings.mode == "offline":
             for path in before:
                 path.parent.joinpath("replaced").mkdir(exist_ok=True)
@@ -297,6 +304,18 @@ class WandbLogger(Logger):
                 reason,
                 self._run_dir / "wandb",
             )
+
+
+def _agent_run(run: RunInfo) -> str | None:
+    """Return the run's id at the W&B sweep whose agent has started this command; `None`: no agent has.
+
+    Variables that were left behind name no file of that run's parameters. Jobs of a Hydra sweep are several
+    runs, and the agent's is one.
+    """
+    run_id, sweep, parameters = (os.environ.get(name, "") for name in _AGENT)
+    names_run = run_id != "" and Path(parameters).name == f"config-{run_id}.yaml"
+    is_agents = names_run and sweep != "" and run.job_type != "sweep" and Path(parameters).is_file()
+    return run_id if is_agents else None
 
 
 @contextlib.contextmanager

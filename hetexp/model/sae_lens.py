@@ -68,7 +68,9 @@ def _metadata(state: Mapping[str, Any]) -> dict[str, Any]:
     extra = state["extra"]
     folder = extra["config"]["data"].get("folder")
     try:
-        source = json.loads((Path(folder).expanduser() / SOURCE).read_text()) if folder else {}
+        source = (
+            json.loads((Path(folder).expanduser() / SOURCE).read_text(encoding="utf-8")) if folder else {}
+        )
     except (OSError, ValueError):  # moved, or not of `hetexp harvest`
         source = {}
     return {

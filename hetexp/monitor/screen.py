@@ -42,7 +42,7 @@ class Shown:
     """Seconds since the epoch."""
     mode: View
     devices: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of `Store.latest`."""
+    """Rows of `hetexp.monitor.store.with_ages`."""
     history: dict[str | None, Series] = field(default_factory=dict)
     """Key of a device → its history; `None`: all devices together."""
     trainings: list[dict[str, Any]] = field(default_factory=list)
@@ -130,12 +130,10 @@ def _foot(shown: Shown, width: int) -> Text:
 def _together(shown: Shown, width: int) -> list[Text]:
     """Return a few lines about all devices; the processor counts if there is no other."""
     cards = [row for row in shown.devices if row["backend"] != "cpu"] or shown.devices
-    ok = [row for row in cards if row["state"] == "ok"]
+    ok = [row for row in cards if row["state"] == "ok" and not row.get("stale")]
     series = shown.history.get(None)
     values = series.values if series is not None else {}
     bar = 20
-    spark = max(10, width - 13 - bar - 2 - 19 - 2)
-
     use = _mean(ok, "utilisation")
     used, total = _sum(ok, "memory_used_bytes"), _sum(ok, "memory_total_bytes", beside="memory_used_bytes")
     watts, limit = _sum(ok, "power_watts"), _sum(ok, "power_limit_watts", beside="power_watts")
@@ -150,24 +148,36 @@ def _together(shown: Shown, width: int) -> list[Text]:
     if heat is not None:
         rows.append(("hottest", "temperature_celsius", heat / 100, _number(heat, ".0f", " °C"), 100.0))
     lines = [_count(cards)]
-    for label, name, fraction, reading, most in rows:
-        line = (
-            Text(f" {label:<12}") + meter(fraction, bar, _fill(label, fraction)) + Text(f"  {reading:<19}  ")
-        )
+    readings = [reading + _reported(ok, name, len(cards)) for _, name, _, reading, _ in rows]
+    column = max(19, *map(len, readings))
+    spark = max(10, width - 13 - bar - 2 - column - 2)
+    for (label, name, fraction, _, most), reading in zip(rows, readings, strict=True):
+        line = Text(f" {label:<12}") + meter(fraction, bar, _fill(label, fraction))
+        line += Text(f"  {reading:<{column}}  ")
         lines.append(line + sparkline(values.get(name, ()), spark, most))
     return lines + _troubles(cards, width)
 
 
 def _troubles(cards: Sequence[dict[str, Any]], width: int) -> list[Text]:
-    """Return a few lines about lost and unusable cards, and about clocks that are held back."""
+    """Return a few lines about lost, unusable and silent cards, and about clocks that are held back."""
+    names = _names(cards)
+    news = [row for row in cards if not row.get("stale")]
+    silent = {(row["host"], _age(row)) for row in cards if row.get("stale")}
     troubles = [
-        Text(f" {row['device']} is {row['state']}: {row['reason']}"[:width], style="bold red")
-        for row in cards
+        Text(f" {host} reports nothing since {age}: its devices are stale"[:width], style="bold red")
+        for host, age in sorted(silent)
+    ]
+    troubles += [
+        Text(f" {names[row['key']]} is {row['state']}: {row['reason']}"[:width], style="bold red")
+        for row in news
         if row["state"] != "ok"
     ]
     troubles += [
-        Text(f" {row['device']} holds its clocks back: {', '.join(row['throttled'])}"[:width], style="yellow")
-        for row in cards
+        Text(
+            f" {names[row['key']]} holds its clocks back: {', '.join(row['throttled'])}"[:width],
+            style="yellow",
+        )
+        for row in news
         if row["throttled"]
     ]
     return troubles[:TROUBLES]
@@ -178,7 +188,11 @@ def _count(cards: Sequence[dict[str, Any]]) -> Text:
     text = f" {len(cards)} device{'s' if len(cards) != 1 else ''}"
     text += f", {emulated} of them emulated" if 0 < emulated < len(cards) else ""
     text += ", emulated" if emulated == len(cards) else ""
-    states = {state: sum(row["state"] == state for row in cards) for state in ("lost", "unusable")}
+    hosts = len({row["host"] for row in cards})
+    text += f" of {hosts} machines" if hosts > 1 else ""
+    news = [row for row in cards if not row.get("stale")]
+    states = {state: sum(row["state"] == state for row in news) for state in ("lost", "unusable")}
+    states["stale"] = len(cards) - len(news)
     line = Text(text, style="bold")
     for state, number in states.items():
         if number:
@@ -189,7 +203,7 @@ def _count(cards: Sequence[dict[str, Any]]) -> Text:
 def _each(shown: Shown, width: int, room: int) -> tuple[int, Table]:
     """Return the number of lines and a table with a line for each device."""
     wide = width >= WIDE
-    hosts = len({row["host"] for row in shown.devices}) > 1
+    names = _names(shown.devices)
     table = Table(box=None, padding=(0, 1), expand=True, show_edge=False, pad_edge=False)
     bar, spark = (10, min(40, 14 + max(0, width - 120) // 2)) if wide else (6, 10)
     table.add_column(" device", no_wrap=True)
@@ -205,8 +219,7 @@ def _each(shown: Shown, width: int, room: int) -> tuple[int, Table]:
         table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=16)
     kept = shown.devices[: max(1, room - 2)]
     for row in kept:
-        label = f" {row['host']}/{row['device']}" if hosts else f" {row['device']}"
-        table.add_row(*_cells(row, shown, label, bar, spark, wide))
+        table.add_row(*_cells(row, shown, f" {names[row['key']]}", bar, spark, wide))
     lines = len(kept) + 1
     if len(kept) < len(shown.devices):
         table.add_row(Text(f" … {len(shown.devices) - len(kept)} more", style="dim"))
@@ -218,6 +231,8 @@ def _cells(
     row: dict[str, Any], shown: Shown, label: str, bar: int, spark: int, wide: bool
 ) -> list[RenderableType]:
     name = Text(row["name"] if wide else COMMON_WORDS.sub("", row["name"]))
+    if row.get("stale"):
+        return [Text(label, style="dim"), name, Text(f"stale {_age(row)}", style="bold red")]
     if row["state"] != "ok":
         return [Text(label, style="bold red"), name, Text(row["state"], style="bold red")]
     series = shown.history.get(row["key"])
@@ -242,6 +257,23 @@ def _cells(
         users = ", ".join(f"{short_id(user['run'])}{_rank(user)}" for user in row["users"])
         cells += [clock, Text(_fan(row)), Text(users or "–", style="dim" if not users else "")]
     return cells
+
+
+def _names(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the name of each device by its key, with its machine if there are several."""
+    several = len({row["host"] for row in rows}) > 1
+    return {row["key"]: f"{row['host']}/{row['device']}" if several else row["device"] for row in rows}
+
+
+def _age(row: dict[str, Any]) -> str:
+    seconds = row["age_seconds"]
+    return f"{seconds:.0f}s" if seconds < 60 else f"{seconds / 60:.0f}m"
+
+
+def _reported(rows: Sequence[dict[str, Any]], name: str, of: int) -> str:
+    """Return of how many devices a value is known, if it is not known of all."""
+    count = sum(row[name] is not None for row in rows)
+    return f" ({count} of {of})" if 0 < count < of else ""
 
 
 def short_id(run: str) -> str:

@@ -32,6 +32,8 @@ from hetexp.monitor.tables import (
 
 ACTIVE = ("pending", "running")
 """States of trainings that have not ended."""
+KEPT_SECONDS = 3600.0
+"""How long a device without new samples is still shown, as stale."""
 ABANDONED = "its launcher was killed, and reported nothing"
 
 
@@ -196,3 +198,20 @@ class Store:
             "throttled": list(sample.throttled) if sample.throttled is not None else None,
             "users": [asdict(user) for user in sample.users],
         }
+
+
+def with_ages(rows: Sequence[dict[str, Any]], now: float, fresh_seconds: float) -> list[dict[str, Any]]:
+    """Return the rows of `Store.latest` that a screen shows, with `age_seconds` and `stale`.
+
+    A device without new samples is stale: its machine may be off, or cut off. It is shown for `KEPT_SECONDS`;
+    an emulated device ends with its run.
+
+    Args:
+        now: seconds since the epoch.
+        fresh_seconds: age up to which a sample is news.
+    """
+    aged = [row | {"age_seconds": max(0.0, now - row["time"])} for row in rows]
+    aged = [row | {"stale": row["age_seconds"] > fresh_seconds} for row in aged]
+    return [
+        row for row in aged if row["age_seconds"] <= KEPT_SECONDS and not (row["stale"] and row["emulated"])
+    ]

@@ -15,7 +15,7 @@ from hetexp.monitor.history import View
 from hetexp.monitor.processes import lives
 from hetexp.monitor.sample import host_name
 from hetexp.monitor.screen import Shown
-from hetexp.monitor.store import ACTIVE, Store
+from hetexp.monitor.store import ACTIVE, KEPT_SECONDS, Store, with_ages
 from hetexp.monitor.tables import unreachable
 
 SPAN_SECONDS = 300.0
@@ -54,7 +54,7 @@ class Top:
         now = now or time.time()
         shown = Shown(host_name(), now, self.mode, message=self._message(now))
         try:
-            shown.devices = self._store.latest(now - self._fresh)
+            shown.devices = with_ages(self._store.latest(now - KEPT_SECONDS), now, self._fresh)
             self._trainings = self._listed()
             keys = [row["key"] for row in shown.devices]
             if self.mode == "aggregated":

@@ -114,6 +114,12 @@ class TrainState:
         self.saver = Saver(self.backend.lock_pages)
         self.microbatch_limits = self.microbatch_limits or [None] * self.plan.world_size
 
+    @property
+    def group(self) -> str:
+        """Group of this run's trackers: the sweep's, else that of the run it goes on from, else its own."""
+        before = self.resumed_from or {}
+        return self.plan.group or before.get("group") or before.get("run_id") or self.plan.run_id
+
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The model's parameters, cached: to collect them at each step takes as long as many kernels."""

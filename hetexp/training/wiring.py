@@ -24,6 +24,7 @@ from hetexp.core.config import Config
 from hetexp.core.config.weights import first_weights
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.fault import FaultSchedule
+from hetexp.core.files import write_text
 from hetexp.core.instantiate import instantiate, parameters
 from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
@@ -33,7 +34,7 @@ from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backend import Backend, backend_class, visible_places
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.guard import GuardedLogger
-from hetexp.logger.jsonl import MetricsFile
+from hetexp.logger.jsonl import EARLIER_METRICS, METRICS, MetricsFile
 from hetexp.model.base import build_model, to_precision
 from hetexp.model.dropout import without_dropout
 from hetexp.model.first_call import call_once, lazy_names
@@ -325,24 +326,52 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
 def start_loggers(state: TrainState) -> tuple[Logger, ...]:
     """Open `metrics.jsonl` and the configured tracker; rank 0 calls it, after `resume`.
 
-    If the file has rows already, another process of this run wrote them: the tracker then gets them again.
+    If the file has rows already, another process of this run wrote them: the tracker then gets them again. It
+    also gets the rows of the run that this one goes on from, since a killed run's own tracker lacks the last.
     """
     info = run_info(state)
-    path = Path(state.plan.run_dir) / "metrics.jsonl"
+    path = Path(state.plan.run_dir) / METRICS
+    earlier = _earlier_rows(state)
     metrics: Logger = MetricsFile(path)
     begun = path.stat().st_size > 0
     tracker: Logger = GuardedLogger(instantiate(state.config.logger))
     for logger in (metrics, tracker):
         logger.start(info)
-    if begun:
-        tracker.retell(all_rows(path))
+    if begun or earlier:
+        tracker.retell([*earlier, *(all_rows(path) if begun else ())])
     return metrics, tracker
+
+
+def _earlier_rows(state: TrainState) -> list[dict[str, Any]]:
+    """Return the metrics of the runs before this one, up to the checkpoint that it goes on from.
+
+    The run folder keeps them in `EARLIER_METRICS`, for later processes of this run, and for runs that go on
+    from it. There are none if the checkpoint is no longer beside the metrics of its run.
+    """
+    run_dir = Path(state.plan.run_dir)
+    kept = run_dir / EARLIER_METRICS
+    before = state.resumed_from
+    if kept.exists() or before is None or before.get("run_id") == state.plan.run_id:
+        return list(all_rows(kept))
+    checkpoint = Path(state.plan.working_dir, state.config.resume or "").absolute()
+    folders = (folder for folder in (checkpoint, *checkpoint.parents[:3]) if (folder / METRICS).is_file())
+    source = next(folders, run_dir)
+    if source == run_dir:
+        return []
+    rows = list(all_rows(source / EARLIER_METRICS))
+    for row in all_rows(source / METRICS):
+        if rows and row["step"] < rows[-1]["step"]:  # it went on from its own checkpoint
+            rows = [earlier for earlier in rows if earlier["step"] < row["step"]]
+        rows.append(row)
+    rows = [row for row in rows if row["step"] <= before["step"]]
+    write_text(kept, "".join(f"{json.dumps(row)}\n" for row in rows))
+    return rows
 
 
 def run_info(state: TrainState) -> RunInfo:
     """Return the names and the configuration of this run for a tracker.
 
-    A resumed run is a separate run there, since both runs may have logged the same steps. It joins the sweep
+    A resumed run is a separate run there, since both runs may have logged the same steps. It joins the group
     of the first one, and its configuration names that run.
     """
     plan, before = state.plan, state.resumed_from
@@ -355,7 +384,7 @@ def run_info(state: TrainState) -> RunInfo:
         run_id=plan.run_id,
         run_dir=Path(plan.run_dir),
         name=plan.name,
-        group=plan.group or (before["group"] if before is not None else None),
+        group=state.group,
         job_type="sweep" if plan.group else "train",
         tags=_tags(plan, resumed=before is not None),
         config=plan.config | {"plan": about_plan} | ({"resumed_from": before} if before is not None else {}),

@@ -38,8 +38,11 @@ class Machine:
             return self._cards
 
     def shown(self, device: dict[str, Any]) -> dict[str, Any]:
-        """Return a device as the API shows it, with its interpreter and whether it can be chosen."""
-        card = self.cards().get(device["id"])
+        """Return a device as the API shows it, with its interpreter and whether it can be chosen.
+
+        This machine knows its own cards only; another machine's device may have the id of one of them.
+        """
+        card = self.cards().get(device["id"]) if device["here"] else None
         if card is None or device["emulated"]:
             return device
         usable = card.unusable is None and card.undriven is None and card.hidden_by is None

@@ -64,15 +64,15 @@ def open_reports(dashboard: Served, request: Request, response: Response) -> sch
 
 @router.get("/system/gpus", response_model=schemas.Devices)
 def gpus(dashboard: Served) -> Any:
-    """List all devices of this machine with their newest samples."""
+    """List all devices with their newest samples, those of this machine first."""
     return JSONResponse({"devices": dashboard.devices()})
 
 
 @router.get("/system/gpus/{device_id:path}")
 def gpu(dashboard: Served, device_id: Annotated[str, Path(max_length=200)]) -> schemas.Device:
-    """Show one device by its id, or by its key if several runs have devices of that id."""
+    """Show one device of this machine by its id, or any by its key."""
     for device in dashboard.devices():
-        if device_id in (device["id"], device["key"]):
+        if device_id == device["key"] or (device_id == device["id"] and device["here"]):
             return schemas.Device.model_validate(device)
     raise RefusedError(404, [("device_id", must_be("device_id", "a device of this machine", device_id))])
 

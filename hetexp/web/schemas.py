@@ -62,7 +62,12 @@ class Device(BaseModel):
     """A device and its newest sample; unknown values are null."""
 
     id: str
+    """As the device's machine calls it: other machines may have devices of the same id."""
     key: str
+    """Unique among the devices of all machines."""
+    host: str
+    here: bool
+    """Whether it is in the server's machine; only such a device can be selected."""
     name: str
     vendor: str
     backend: str
@@ -89,10 +94,14 @@ class Device(BaseModel):
     busy: bool
     busy_by: User | None
     time: float | None
+    stale: bool
+    """Whether no new samples come: its machine may be off, or cut off."""
+    age_seconds: float
+    """Age of the newest sample."""
 
 
 class Devices(BaseModel):
-    """All devices of this machine."""
+    """All devices of this machine, and of the others that use its database."""
 
     devices: list[Device]
 
@@ -104,6 +113,7 @@ class Line(BaseModel):
     """Samples over time of one device, or of all together (`device` is null)."""
 
     device: str | None
+    host: str | None
     key: str | None
     name: str | None
     run: str | None

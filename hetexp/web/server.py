@@ -23,7 +23,7 @@ from hetexp.core.config import MonitorConfig
 from hetexp.core.errors import HetexpError
 from hetexp.monitor.sample import Sample, as_dict
 from hetexp.monitor.service import Service
-from hetexp.monitor.store import ACTIVE, Store
+from hetexp.monitor.store import ACTIVE, KEPT_SECONDS, Store, with_ages
 from hetexp.monitor.tables import UNREACHABLE
 from hetexp.web import allowed, views
 from hetexp.web.access import Access, Guard
@@ -36,8 +36,8 @@ from hetexp.web.refused import RefusedError, detail
 from hetexp.web.routes import router
 
 STATIC = Path(__file__).parent / "static"
-RECENT_SECONDS = 15.0
-"""Devices without a sample for this long are not shown."""
+FRESH_SECONDS = 15.0
+"""A device without a sample for this long is stale."""
 POLL_SECONDS = 0.25
 _LOG = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ class Dashboard:
         self.checker = Checker(root, environment())
         self.jobs = Jobs(self.store, self._changed)
         self._ending = threading.Event()
-        self._shown_until = 0.0
+        self._newest: dict[str, dict[str, Any]] = {}
+        """Key of a device → its newest sample that clients have got."""
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._sample, name="sampler", daemon=True),
@@ -81,9 +82,13 @@ class Dashboard:
         await asyncio.to_thread(self._join)
 
     def devices(self) -> list[dict[str, Any]]:
-        """Return all devices with their newest samples."""
-        rows = self.store.latest(time.time() - RECENT_SECONDS)
-        return [self.machine.shown(views.device(row)) for row in rows]
+        """Return the devices of all machines with their newest samples, those of this machine first."""
+        now = time.time()
+        rows = {row["key"]: row for row in self.store.latest(now - KEPT_SECONDS)}
+        with self._lock:
+            rows |= {key: row for key, row in self._newest.items() if self._is_news(row, rows.get(key))}
+        shown = [views.device(row) for row in with_ages([*rows.values()], now, self._fresh)]
+        return [self.machine.shown(device) for device in sorted(shown, key=lambda one: not one["here"])]
 
     def training(self, row: dict[str, Any], with_log: bool = False) -> dict[str, Any]:
         """Return a training as the API shows it."""
@@ -103,27 +108,32 @@ class Dashboard:
         Service(self.config, seen=self._seen).run(self._ending)
 
     def _seen(self, moment: float, samples: Sequence[Sample]) -> None:
-        self._show(moment, [{**as_dict(sample), "time": moment} for sample in samples])
+        self._show([{**as_dict(sample), "time": moment} for sample in samples])
 
     def _poll(self) -> None:
-        """Show the samples that another process took."""
+        """Show the samples that other processes took, of this machine and of others."""
         while not self._ending.wait(POLL_SECONDS):
             try:
-                rows = self.store.latest(max(self._shown_until, time.time() - RECENT_SECONDS))
+                self._show(self.store.latest(time.time() - self._fresh))
             except SQLAlchemyError as error:
                 _LOG.warning("%s", error)
-                continue
-            newest = max((row["time"] for row in rows), default=0.0)
-            if newest > self._shown_until:
-                self._show(newest, [row for row in rows if row["time"] == newest])
 
-    def _show(self, moment: float, rows: list[dict[str, Any]]) -> None:
+    def _show(self, rows: list[dict[str, Any]]) -> None:
+        """Send all devices to the clients if any of these samples is newer than what they have got."""
         with self._lock:
-            if moment <= self._shown_until:
-                return
-            self._shown_until = moment
-        devices = [self.machine.shown(views.device(row)) for row in rows]
-        self.hub.broadcast({"kind": "sample", "time": moment, "devices": devices})
+            news = [row for row in rows if self._is_news(row, self._newest.get(row["key"]))]
+            self._newest |= {row["key"]: row for row in news}
+        if news:
+            moment = max(row["time"] for row in news)
+            self.hub.broadcast({"kind": "sample", "time": moment, "devices": self.devices()})
+
+    @staticmethod
+    def _is_news(row: dict[str, Any], known: dict[str, Any] | None) -> bool:
+        return known is None or row["time"] > known["time"]
+
+    @property
+    def _fresh(self) -> float:
+        return max(FRESH_SECONDS, 3 * self.config.interval_seconds)
 
     def _join(self) -> None:
         self.jobs.close()

@@ -44,14 +44,20 @@ Row = dict[str, Any]
 
 
 def device(row: Row) -> Row:
-    """Return a device and its newest sample, as `GET /system/gpus` shows them."""
+    """Return a device and its newest sample, as `GET /system/gpus` shows them.
+
+    Args:
+        row: of `hetexp.monitor.store.with_ages`.
+    """
+    here = row["host"] == host_name()
     total, used, users = row["memory_total_bytes"], row["memory_used_bytes"], row["users"]
     shown = {name: row.get(_COLUMNS.get(name, name)) for name in schemas.Device.model_fields}
     return shown | {
         "id": row["device"],
+        "here": here,
         "environment": None,
         "lost": row["state"] == "lost",
-        "selectable": row["state"] == "ok" and not row["emulated"],
+        "selectable": here and row["state"] == "ok" and not row["emulated"],
         "memory_free_bytes": total - used if total is not None and used is not None else None,
         "busy": bool(users),
         "busy_by": users[0] if users else None,
@@ -68,6 +74,7 @@ def series(samples: Series, facts: dict[str, Row]) -> Row:
     shown = {name: samples.values.get(_COLUMNS.get(name, name)) for name in schemas.Line.model_fields}
     return shown | {
         "device": samples.device,
+        "host": row.get("host"),
         "key": samples.key,
         "name": row.get("name"),
         "run": row.get("run_id"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_dashboard import FakeDashboard, fake_dashboard
+from fake_dashboard import DEVICES, FakeDashboard, fake_dashboard
 
 pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[browser]'")
 
@@ -71,6 +71,36 @@ def test_devices_together_and_each(page: Page) -> None:
     expect(power.get_by_role("columnheader", name="cuda:0 RTX 3090")).to_be_visible()
     assert 20 <= power.locator("tbody tr").count() <= 30
     expect(power.locator("figcaption")).to_contain_text("cuda:1 RTX 4090: ")
+
+
+def test_devices_of_several_machines(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of another machine that has an id of this one's, and one whose machine is silent."""
+    other = {"host": "right", "here": False, "selectable": False, "environment": None}
+    theirs = [
+        DEVICES[0] | other | {"key": "right/0", "name": "H200", "busy": False, "busy_by": None},
+        DEVICES[1] | other | {"key": "right/1", "name": "T4", "stale": True, "age_seconds": 840.0},
+    ]
+    monkeypatch.setattr("fake_dashboard.DEVICES", [*DEVICES, *theirs])
+
+    expect(page.get_by_text("6 devices of 2 machines, 1 busy, 1 lost, 1 stale.")).to_be_visible()
+    power = page.get_by_role("meter", name="Power, sum")
+    expect(power).to_have_attribute("aria-valuetext", re.compile(r"\(3 of 6\)$"))
+    page.get_by_role("button", name="Each device").click()
+    here, there = (
+        page.get_by_role("listitem").filter(has_text=f"cuda:0@{host}") for host in ("host", "right")
+    )
+    expect(here.first).to_contain_text("busy: convnet run-1, rank 0")
+    expect(there.first).to_contain_text("H200")
+    expect(there.first).not_to_contain_text("busy")
+    silent = page.get_by_role("listitem").filter(has_text="cuda:1@right").first
+    expect(silent).to_contain_text("stale: silent for 14 min")
+    expect(silent.get_by_role("meter", name="Utilisation")).to_have_attribute("aria-valuetext", "unknown")
+    expect(page.get_by_role("figure", name="Power")).to_contain_text("cuda:0@right H200")
+
+    page.get_by_role("link", name="New training").click()
+    expect(page.get_by_role("checkbox", name="RTX 3090")).to_be_enabled()
+    expect(page.get_by_role("checkbox", name="H200")).to_have_count(0)
+    expect(page.get_by_role("checkbox", name="T4")).to_have_count(0)
 
 
 def test_two_emulated_cards_from_choice_to_end(page: Page, server: FakeDashboard) -> None:

@@ -134,8 +134,8 @@ def files_of(found: list[dict[str, Any]]) -> dict[str, str]:
 def test_a_sweep_whose_second_job_raises(start: Start, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three offline runs, none of them another's; what each holds is what `metrics.jsonl` holds.
 
-    A fourth goes on from the first one's step 3: again a run of its own, and none of the first one's points
-    is lost or changed.
+    A fourth goes on from the first one's step 3: again a run of its own, which has the first one's points
+    up to there. None of the first one's points is lost or changed.
     """
     run = start(
         "sweep",
@@ -188,8 +188,9 @@ def test_a_sweep_whose_second_job_raises(start: Start, train: Train, monkeypatch
     resume = f"resume={folders[0] / 'checkpoints' / 'step_00000003'}"
     done = train(*common, *data, resume, "trainer.max_steps=6", "trainer.eval_every=2")
     found = records(wandb_file(done.folder))
-    assert points(found) == as_points(done.metrics)
-    steps = [point["trainer/step"] for point in points(found) if "train/loss" in point]
+    earlier = [line for line in metrics(folders[0]) if line["step"] <= 3]
+    assert points(found) == as_points([*earlier, *done.metrics])
+    steps = [line["step"] for line in done.metrics if "train/loss" in line]
     assert steps == [4, 5, 6]  # 4 and 5 are in both
     assert done.losses[:2] == [
         line["train/loss"] for line in metrics(folders[0]) if "train/loss" in line and line["step"] in (4, 5)
@@ -204,6 +205,38 @@ def test_a_sweep_whose_second_job_raises(start: Start, train: Train, monkeypatch
         "step": 3,
     }
     assert wandb_file(folders[0]).read_bytes() == before
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_run_leaves_no_hole_in_the_run_that_goes_on(
+    start: Start, tmp_path: Path, temporary: Path
+) -> None:
+    """The first is killed after its last checkpoint and before W&B's first block: its W&B file is empty."""
+    slow = ("data._target_=slow_data.Slow", "trainer.checkpoint_every=3", "trainer.max_steps=8")
+    killed = start("first", *slow, "trainer.eval_every=2", f"hydra.run.dir={tmp_path}/a")
+    killed.run_dir = tmp_path / "a"
+    wait_for(
+        lambda: (
+            killed.run_dir.joinpath("checkpoints/step_00000003/manifest.json").exists()
+            and killed.metrics[-1]["step"] > 4
+        ),
+        "a checkpoint, and a step after it",
+    )
+    killed.kill()
+    for folder in temporary.iterdir():  # a killed process removes nothing
+        shutil.rmtree(folder)
+    saved = max(int(path.parent.name[5:]) for path in killed.run_dir.glob("checkpoints/*/manifest.json"))
+    earlier = [line for line in killed.metrics if line["step"] <= saved]
+    whole = start("second", *slow, f"resume={killed.run_dir}", f"hydra.run.dir={tmp_path}/b")
+    whole.run_dir = tmp_path / "b"
+    assert whole.wait() == 0, whole.screen
+    found = records(wandb_file(whole.run_dir))
+    assert points(found) == as_points([*earlier, *whole.metrics])
+    assert [point["trainer/step"] for point in points(found) if "train/loss" in point] == [*range(1, 9)]
+    plan = json.loads((killed.run_dir / "plan.json").read_text())
+    assert only(found, "run")["run_group"] == plan["run_id"]
+    assert f"hetexp sync {whole.run_dir}" in whole.screen.replace("\n", "")
+    assert [one.run_dir for one in offline_runs([whole.run_dir]) if one.ended] == [whole.run_dir]
 
 
 def test_a_service_that_dies_or_stops_in_mid_training(start: Start) -> None:

@@ -103,6 +103,46 @@ def test_hetexp_train_is_train_py(ask: Ask) -> None:
     assert OmegaConf.create(one.stdout).trainer.seed == 4
 
 
+def test_words_of_a_wandb_sweeps_agent(ask: Ask) -> None:
+    words = ["--trainer.seed=4", "--model=gpt", "--optimizer.lr=1e-05"]
+    composed = OmegaConf.create(ask(TRAIN, "--cfg=job", *words).stdout)
+    assert (composed.trainer.seed, "GPT" in composed.model._target_, composed.optimizer.lr) == (4, True, 1e-5)
+    wrong = ask(TRAIN, "--trainer.sed=4", "--optimizer.lr")
+    assert wrong.returncode == 2
+    assert "`trainer.sed` is not a key of the configuration" in wrong.stderr
+    assert "`optimizer.lr` must be given as key=value" in wrong.stderr
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["train", "--help"], ["plan", "--help"], ["dashboard", "--help"], ["trian"], ["top"]],
+)
+def test_a_terminal_that_shows_ascii_only(ask: Ask, words: list[str], tmp_path: Path) -> None:
+    wide, plain = (
+        ask("-c", HETEXP, *words, HETEXP_HOME=str(tmp_path), **more)
+        for more in ({"PYTHONIOENCODING": "utf-8"}, ASCII)
+    )
+    assert plain.returncode == wide.returncode
+    assert "UnicodeEncodeError" not in plain.stderr
+    assert plain.stdout.isascii()
+    if words != ["top"]:  # its numbers change
+        assert len(plain.stdout.splitlines()) == len(wide.stdout.splitlines())
+
+
+def test_a_file_of_options_that_is_no_utf8_is_named(ask: Ask, tmp_path: Path) -> None:
+    file = tmp_path / "conf" / "experiment" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_bytes("# @package _global_\n# größe\ntrainer:\n  seed: 3\n".encode("latin-1"))
+    for words in ([TRAIN], [TRAIN, "-m", "trainer.seed=0,1"], ["-c", HETEXP, "plan"]):
+        ended = ask(*words, "experiment=mine")
+        assert ended.returncode == 2
+        assert f"`{file}` must be UTF-8, but line 2 is not" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["trian"]])
 def test_the_command_itself_imports_nothing_slow(ask: Ask, words: list[str]) -> None:
     ended = ask("-c", HETEXP, *words)

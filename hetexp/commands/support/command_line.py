@@ -32,6 +32,13 @@ def command_parser(
     )
 
 
+def parse_overrides(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command whose words are overrides and flags in any order; `--key=value` is `key=value`."""
+    from hetexp.core.compose.words import without_hyphens
+
+    return parser.parse_intermixed_args(without_hyphens(arguments, parser._option_string_actions))
+
+
 def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add arguments that mean the same in several commands, such as `run` or `--json`."""
     for name in names:

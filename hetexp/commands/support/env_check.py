@@ -161,7 +161,7 @@ def _losses(overrides: Sequence[str]) -> tuple[list[float], str | None]:
         os.chdir(folder)  # the user's own conf/ must not change the run
         request = Request(folder / "run", folder)
         run(compose_config([*_RUN, *overrides]), request, Console(file=io.StringIO(), width=160))
-        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_bytes().splitlines()]
     except HetexpError as error:
         if isinstance(error, RunFailedError) and error.exit_code > 128:  # a signal ends the whole check
             shutil.rmtree(folder, ignore_errors=True)

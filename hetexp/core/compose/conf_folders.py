@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hetexp
@@ -39,6 +40,20 @@ def import_paths(working_dir: Path) -> tuple[str, ...]:
     """Return the folders from which every rank imports the user's own modules, the first of which wins."""
     folders = [str(working_dir.absolute()), str(Path(sys.path[0]).absolute()), *_module_dirs()]
     return tuple(dict.fromkeys(folders))
+
+
+def not_utf8(folders: Sequence[Path]) -> str:
+    """Return a sentence for each YAML file that is no UTF-8, which Hydra reads without naming the file."""
+    problems = []
+    for path in dict.fromkeys(path for folder in folders for path in sorted(folder.rglob("*.yaml"))):
+        try:
+            path.read_text(encoding="utf-8")
+        except OSError:
+            continue
+        except UnicodeDecodeError as error:
+            line = path.read_bytes()[: error.start].count(b"\n") + 1
+            problems.append(f"`{path}` must be UTF-8, but line {line} is not. Save the file as UTF-8.")
+    return "\n".join(problems)
 
 
 def _module_dirs() -> list[str]:

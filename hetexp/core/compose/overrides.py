@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 
-from hetexp.core.compose.conf_folders import conf_dir, own_conf_dirs
+from hetexp.core.compose.conf_folders import conf_dir, not_utf8, own_conf_dirs
 from hetexp.core.compose.words import end_of_word, why_unreadable, without_spaces
 from hetexp.core.errors import did_you_mean, must_be
 from hetexp.core.files import folder_problem
@@ -336,6 +336,9 @@ def config_loader(
 
     Args:
         config_dir: the user's own folder, before the shipped one.
+
+    Raises:
+        hydra.errors.HydraException: a file of the user's is no UTF-8; names it.
     """
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
@@ -348,6 +351,9 @@ def config_loader(
         search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
     try:
         yield Hydra.create_main_hydra2("hetexp", search_path).config_loader, config_name
+    except UnicodeDecodeError as error:
+        folders = [Path(folder) for folder in (config_dir, config_path) if folder is not None]
+        raise HydraException(not_utf8([*folders, *own_conf_dirs(Path.cwd())]) or str(error)) from error
     finally:
         GlobalHydra.instance().clear()
 

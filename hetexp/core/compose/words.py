@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _CARDS = re.compile(r"(?:hardware\.)?(?P<key>gpu_ids|cuda_ids)=(?P<value>.*)", re.DOTALL)
 _MODE = re.compile(r"(?P<key>strategy(?:\.mode)?)=(?P<value>[\w,]*)")
@@ -48,6 +49,32 @@ def _written_out(word: str, sweep: bool) -> str:
     value = match["value"]
     bare = "," in value and not value.startswith(("[", "'", '"', *_SWEEPING))
     return f"hardware.{match['key']}=" + (f"[{value}]" if bare and not sweep else value)
+
+
+def without_hyphens(words: Sequence[str], flags: Iterable[str]) -> list[str]:
+    """Return the words with `--key=value` as `key=value`, as the agent of a W&B sweep writes it.
+
+    Args:
+        flags: those of the command, which stay, shortened as well (`--multi`).
+    """
+    flags = list(flags)
+    return [_without_hyphens(word, flags) for word in words]
+
+
+def _without_hyphens(word: str, flags: Sequence[str]) -> str:
+    flag, equals, _ = word.partition("=")
+    key = flag[2:]
+    is_key = flag.startswith("--") and _KEY.fullmatch(key) is not None and "-" not in key
+    if not is_key or any(known.startswith(flag) for known in flags):
+        return word
+    # Without a value it is refused as a key, which says more than "unrecognized argument".
+    return word[2:] if equals or "." in key else word
+
+
+def asks_for_help(arguments: argparse.Namespace) -> bool:
+    """Return whether the command only shows help or a configuration."""
+    asks = (arguments.help, arguments.hydra_help, arguments.info, arguments.cfg, arguments.shell_completion)
+    return any(asks)
 
 
 def end_of_word(words: Sequence[str]) -> int:

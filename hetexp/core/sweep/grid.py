@@ -46,7 +46,7 @@ def asks_to_sweep(typed: Sequence[str], **where: Any) -> bool:
     words = [word for word in typed if word.lstrip("+").startswith(("experiment=", "hydra.mode="))]
     if not words:
         return False
-    with config_loader(**where) as (loader, name), contextlib.suppress(HydraException):
+    with contextlib.suppress(HydraException), config_loader(**where) as (loader, name):
         composed = loader.load_configuration(name, words, run_mode=RunMode.RUN)
         # When Hydra loads for one run, it does not change the mode of the configuration.
         return bool(OmegaConf.select(composed, "hydra.mode") == RunMode.MULTIRUN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.text import Text
 from hetexp.core.device import GIB
 from hetexp.core.plan import Plan
 from hetexp.launch.terminal.lines import format_number, print_line
+from hetexp.logger.jsonl import EARLIER_METRICS
 
 LINE_EVERY_SECONDS = 5.0
 """Seconds between lines of progress if the output is no terminal."""
@@ -258,6 +260,9 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         text = f"NOT VALID: {summary['invalid_reason']}"
         console.print(text, style="bold red", markup=False, highlight=False)
     print_line(console, f"Everything about this run: {run_dir}")
+    if any(run_dir.glob("wandb/offline-run-*")):
+        more = ", from the first step of the run before" if (run_dir / EARLIER_METRICS).exists() else ""
+        print_line(console, f"W&B has it offline{more}. To send it: hetexp sync {shlex.quote(str(run_dir))}")
 
 
 def show_merge(merge: dict[str, Any], console: Console) -> None:

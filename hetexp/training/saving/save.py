@@ -120,7 +120,7 @@ def _state(state: TrainState, progress: Progress) -> TrainingState:
         schedule={"step": state.schedule.last_epoch},
         extra={
             "run_id": state.plan.run_id,
-            "group": state.plan.group,
+            "group": state.group,
             "progress": progress.to_dict(),
             "emulated": state.plan.emulated,
             "devices": provenance(state),

@@ -54,6 +54,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return screen.err
 
 
+def test_hyphens_before_keys_as_before_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"--{word}" for word in MIX]
+    with_hyphens = as_json(capsys, *words, "--objective=energy")
+    assert with_hyphens == as_json(capsys, *MIX, "--objective", "energy")
+
+
 def test_every_strategy_and_policy_of_the_folders(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, *MIX, "hardware.check_memory=true")
     rows = {(row["strategy"], row["policy"]): row for row in found["rows"] if row["problem"] is None}

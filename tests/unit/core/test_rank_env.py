@@ -107,3 +107,21 @@ def test_all_that_is_wrong_at_once() -> None:
         find_rank_env({"RANK": "x"})
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         assert f"`{name}`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "names", [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")]
+)
+def test_mpi_is_refused_instead_of_a_training_in_each_process(names: tuple[str, str]) -> None:
+    variables = dict(zip(names, ("1", "2"), strict=True))
+    with pytest.raises(ConfigError, match="HETEXP_ENGINE=none") as caught:
+        find_rank_env(variables)
+    assert f"{names[1]}=2" in str(caught.value)
+    assert find_rank_env(variables | {names[1]: "1"}) is None
+    assert find_rank_env(variables | {"HETEXP_ENGINE": "none"}) is None
+    seat = find_rank_env(variables | TORCH)
+    assert seat is not None
+    assert seat.variables == "RANK=3 and WORLD_SIZE=4"
+    seat = find_rank_env(variables | SLURM)
+    assert seat is not None
+    assert seat.variables == "SLURM_PROCID=1 and SLURM_NTASKS=4"

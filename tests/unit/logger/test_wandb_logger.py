@@ -122,6 +122,39 @@ report(started=started, costs=costs, opening=opening, closing=closing)
 """
 
 
+AGENTS_RUN = """
+os.chdir(root)
+logger = WandbLogger(mode="offline")
+logger.start(info("ours", job_type=os.environ["JOB_TYPE"]))
+logger.log({"loss": 1.0}, 1)
+logger.finish({}, 0)
+report()
+"""
+
+
+@pytest.mark.parametrize(("job_type", "run_id"), [("train", "theirs"), ("sweep", "ours")])
+def test_a_wandb_sweep_gets_the_run_that_its_agent_started(
+    tmp_path: Path, job_type: str, run_id: str
+) -> None:
+    """Jobs of a Hydra sweep are several runs, which cannot all be the agent's one."""
+    parameters = tmp_path / "wandb" / "sweep-s1" / "config-theirs.yaml"
+    parameters.parent.mkdir(parents=True)
+    parameters.write_text("wandb_version: 1\ntrainer.seed:\n  value: 4\n")
+    agents = {
+        "WANDB_RUN_ID": "theirs",
+        "WANDB_SWEEP_ID": "s1",
+        "WANDB_SWEEP_PARAM_PATH": str(parameters.relative_to(tmp_path)),
+    }
+    report = run_script(AGENTS_RUN, tmp_path, JOB_TYPE=job_type, **agents)
+    assert report["warnings"] == [] and report["environment"]
+    (path,) = (tmp_path / "ours" / "wandb").glob("*run-*/run-*.wandb")
+    found = records(path)
+    run = next(record["run"] for record in found if record["type"] == "run")
+    assert run["run_id"] == run_id
+    assert run.get("sweep_id", "") == ("s1" if job_type == "train" else "")
+    assert points(found) == [{"loss": 1, "trainer/step": 1}]
+
+
 def test_a_run_holds_each_point_once_and_readable_values(tmp_path: Path) -> None:
     leftovers = {
         "WANDB_RUN_ID": "another",

@@ -123,6 +123,29 @@ def test_each_device() -> None:
     assert "1980" in wide
 
 
+def from_right(number: int, age: float, **more: Any) -> dict[str, Any]:
+    one = sample(number, **more)
+    device = replace(one.device, key=f"right/{number}", host="right", name="NVIDIA T4")
+    return as_dict(replace(one, device=device)) | {"age_seconds": age, "stale": age > 5}
+
+
+def test_several_machines_of_which_one_is_silent() -> None:
+    ours = [as_dict(one) | {"age_seconds": 1.0, "stale": False} for one in (sample(0), sample(1))]
+    ours[1]["power_watts"] = None
+    rows = [*ours, from_right(0, 840.0)]
+    together = text_of(rendered(shown(devices=rows), 80, 24), 80)
+    assert "3 devices of 2 machines   1 stale" in together
+    assert "400/700 W (1 of 3)" in together
+    assert "120/282 GiB (2 of 3)" in together
+    assert "right reports nothing since 14m" in together
+    assert max(map(len, together.splitlines())) <= 80
+    each = text_of(rendered(shown(devices=rows, mode="per_gpu"), 100, 24), 100)
+    lines = {line.split()[0]: line for line in each.splitlines() if line.strip()}
+    assert "400 W" in lines[f"{HERE}/cuda:0"]
+    assert "stale 14m" in lines["right/cuda:0"]
+    assert "400 W" not in lines["right/cuda:0"]
+
+
 def test_a_question_takes_the_place_of_the_keys() -> None:
     text = text_of(rendered(shown(message="Stop it?"), 80, 24), 80)
     assert "Stop it?" in text
@@ -173,7 +196,13 @@ class TestTop:
         assert set(now.history) == {f"{HERE}/0", f"{HERE}/1"}
         assert [one["name"] for one in now.trainings] == ["mine", "old"]  # what goes on comes first
         assert now.chosen == "id-mine"
-        assert top.look(NOW + 60).devices == []
+        assert not any(row["stale"] for row in now.devices)
+        later = top.look(NOW + 60).devices
+        assert [(row["device"], row["stale"], row["age_seconds"]) for row in later] == [
+            ("cuda:0", True, 60.0),
+            ("cuda:1", True, 60.0),
+        ]
+        assert top.look(NOW + 3660).devices == []
 
     def test_a_toggles_the_view(self, store: Store) -> None:
         top, _ = self.top(store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `dashboard` is not installed")
 
-from hetexp.core.device import GIB
+from hetexp.core.device import GIB, DeviceSpec
+from hetexp.hardware.detection.detected import DetectedCard
 from hetexp.monitor.sample import Device, Sample, User, host_name
 from hetexp.web.access import Access
 from hetexp.web.devices import Machine
@@ -50,6 +52,77 @@ def test_devices_have_what_is_known_and_null(sampled: Any, ask: Any) -> None:
         "`device_id` must be a device of this machine, but is 'cuda:9'"
         in missing.json()["detail"][0]["message"]
     )
+
+
+def card(host: str, number: int, name: str) -> Device:
+    return Device(f"{host}/{number}", host, f"cuda:{number}", number, name, "nvidia", "cuda")
+
+
+@pytest.fixture
+def two_machines(dashboard: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """This machine has one busy card, and "right" one of the same id, which is free, and one more."""
+    spec = DeviceSpec("cuda:0", "cuda", 0, "H200", "nvidia")
+    ours = DetectedCard(spec, python="/opt/nvidia/bin/python", busy="a training has it")
+    monkeypatch.setattr(dashboard.machine, "cards", lambda: {"cuda:0": ours})
+    now = time.time()
+    dashboard.store.write([Sample(card(HERE, 0, "H200"), power_watts=400.0)], now)
+    theirs = [Sample(card("right", number, "T4"), power_watts=70.0) for number in (0, 1)]
+    dashboard.store.write(theirs, now - 1)
+    return dashboard
+
+
+def test_facts_of_this_machines_cards_are_for_no_other_machines(two_machines: Any, ask: Any) -> None:
+    found = ask("GET", "/api/v1/system/gpus").json()["devices"]
+    told = [(one["host"], one["id"], one["here"], one["selectable"], one["busy"]) for one in found]
+    assert told == [
+        (HERE, "cuda:0", True, True, True),
+        ("right", "cuda:0", False, False, False),
+        ("right", "cuda:1", False, False, False),
+    ]
+    assert [one["environment"] for one in found] == ["/opt/nvidia/bin/python", None, None]
+    assert ask("GET", "/api/v1/system/gpus/cuda:0").json()["host"] == HERE
+    assert ask("GET", "/api/v1/system/gpus/cuda:1").status_code == 404
+    assert ask("GET", "/api/v1/system/gpus/right/1").json()["host"] == "right"
+    series = ask("GET", "/api/v1/system/metrics?view=per_gpu").json()["series"]
+    assert sorted((one["host"], one["device"]) for one in series) == sorted(
+        [(HERE, "cuda:0"), ("right", "cuda:0"), ("right", "cuda:1")]
+    )
+
+
+def test_a_device_of_another_machine_cannot_be_asked_for(two_machines: Any, ask: Any) -> None:
+    answer = ask("POST", "/api/v1/trainings", json={"gpu_ids": ["cuda:1"]})
+    assert answer.status_code == 422
+    assert "`gpu_ids[0]` must be a device of this machine" in answer.json()["detail"][0]["message"]
+
+
+def test_each_live_message_has_all_machines(two_machines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(two_machines.hub, "broadcast", sent.append)
+    now = time.time()
+    two_machines._seen(now + 1, [Sample(card(HERE, 0, "H200"), power_watts=401.0)])
+    # The other machine samples at the same moments, and its rows come later.
+    two_machines.store.write([Sample(card("right", 0, "T4"), power_watts=71.0)], now + 1)
+    rows = two_machines.store.latest()
+    two_machines._show(rows)
+    two_machines._show(rows)
+    watts = [{(one["host"], one["id"]): one["power_w"] for one in message["devices"]} for message in sent]
+    assert watts[0] == {(HERE, "cuda:0"): 401.0, ("right", "cuda:0"): 70.0, ("right", "cuda:1"): 70.0}
+    assert watts[-1] == {(HERE, "cuda:0"): 401.0, ("right", "cuda:0"): 71.0, ("right", "cuda:1"): 70.0}
+    assert len(watts) == 2
+
+
+def test_a_silent_machine_is_stale_before_it_vanishes(dashboard: Any, ask: Any) -> None:
+    now = time.time()
+    gone = replace(EMULATED, key=f"{HERE}/old/emulated:0")
+    dashboard.store.write([Sample(card("right", 0, "T4"), power_watts=70.0), Sample(gone)], now - 120)
+    dashboard.store.write([Sample(card("left", 0, "T4"))], now - 4000)
+    dashboard.store.write([Sample(CPU)], now)
+    found = ask("GET", "/api/v1/system/gpus").json()["devices"]
+    assert [(one["host"], one["id"], one["stale"]) for one in found] == [
+        (HERE, "cpu", False),
+        ("right", "cuda:0", True),
+    ]
+    assert 119 < found[1]["age_seconds"] < 180
 
 
 @pytest.mark.parametrize("since", ["60", "2020-01-01T00:00:00Z"])

@@ -21,7 +21,8 @@ export function deviceSelector(draft, changed) {
   const none = h("p", { class: "soft" });
   let estimate = null;
 
-  const here = () => (live.devices ?? []).filter((one) => !one.emulated); // emulated ones belong to a run
+  // Emulated ones belong to a run; other machines' devices may have the ids of these, and cannot be started from here.
+  const here = () => (live.devices ?? []).filter((one) => !one.emulated && one.here !== false);
   const usable = () => here().filter(selectable);
   const items = () => [...here(), ...draft.added.map(standIn)];
   // A card may be added twice, so that its id does not tell it apart.

@@ -37,6 +37,9 @@ export function seconds(value) {
   return hours ? `${hours} h ${minutes} min` : `${minutes} min ${rest} s`;
 }
 
+/** How long something is ago, which need not change every second. */
+export const ago = (value) => value < 60 ? `${Math.round(value)} s` : `${Math.floor(value / 60)} min`;
+
 /** Milliseconds of a time that is seconds, milliseconds or ISO 8601; null where unknown. */
 export function moment(time) {
   if (!known(time)) return null;

@@ -6,6 +6,11 @@ const WAITS = [500, 1000, 2000, 4000, 8000];
 const POLL_MS = 3000;
 const SILENT_MS = 30000; // samples come every second or few: a longer silence is a dead connection
 
+const READINGS = ["utilisation", "memory_used_bytes", "memory_free_bytes", "temperature_c", "power_w", "clock_mhz", "memory_clock_mhz", "fan", "throttle", "busy_by"];
+
+/** A device without the readings of a sample that is too old to be what happens now. */
+const current = (device) => device.stale ? { ...device, ...Object.fromEntries(READINGS.map((name) => [name, null])), busy: false } : device;
+
 /** Devices and trainings as last told. Listeners get "devices", "training" (with it), "deleted" (its id) and "state". */
 class Live {
   devices = null;
@@ -103,9 +108,9 @@ class Live {
   }
 
   #sample(devices) {
-    this.devices = devices;
+    this.devices = devices.map(current);
     this.heard = Date.now();
-    this.#tell("devices", devices);
+    this.#tell("devices", this.devices);
   }
 
   async #trainings() {

@@ -1,7 +1,7 @@
 // Small parts that several views use.
 
 import { h, say, attribute, newId, place } from "./dom.js";
-import { bytes, exactPercent, percent, UNKNOWN } from "./format.js";
+import { ago, bytes, exactPercent, percent, UNKNOWN } from "./format.js";
 import { colourOf } from "./chart.js";
 import { live } from "./live.js";
 
@@ -68,10 +68,20 @@ export function lowMemory(device) {
 /** A run's name where it is one of the trainings. */
 const nameOf = (run) => live.trainings.get(run)?.name || run;
 
+/** A device's id, with its machine where there are several. */
+export function idOf(device) {
+  const several = new Set((live.devices ?? []).map((one) => one.host)).size > 1;
+  return several && device.host ? `${device.id}@${device.host}` : device.id;
+}
+
+/** Whether a device is there to be counted: neither lost nor silent. */
+export const reports = (device) => !device.lost && !device.stale;
+
 /** What a device is and how it is, as badges. */
 export function deviceBadges(device) {
   const by = device.busy_by;
   return [
+    device.stale && badge(`stale: silent for ${ago(device.age_seconds)}`, "bad", "Its machine sends no samples"),
     device.lost && badge("lost", "bad", "The machine no longer finds it"),
     !device.lost && device.state === "unusable" && badge("unusable", "bad"),
     device.busy && badge(by?.run ? `busy: ${nameOf(by.run)}${by.rank === null || by.rank === undefined ? "" : `, rank ${by.rank}`}` : "busy", "warn"),

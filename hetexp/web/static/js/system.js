@@ -5,7 +5,7 @@ import { lineChart } from "./chart.js";
 import { h, keyed, place, say } from "./dom.js";
 import { bytes, degrees, moment, number, percent, plural, UNKNOWN, watts } from "./format.js";
 import { live } from "./live.js";
-import { badgeList, deviceBadges, deviceMeters, facts, meter, switchOf } from "./parts.js";
+import { badgeList, deviceBadges, deviceMeters, facts, idOf, meter, reports, switchOf } from "./parts.js";
 
 const RANGES = [[300, "5 min", 3000], [3600, "1 h", 15000], [86400, "1 day", 60000], [7 * 86400, "7 days", 300000], [30 * 86400, "30 days", 300000]];
 const POINTS = 240;
@@ -35,8 +35,11 @@ export function systemView() {
     const all = live.devices;
     if (all === null) return say(summary, "Asking for the devices …");
     const busy = all.filter((one) => one.busy).length;
-    const lost = all.filter((one) => one.lost).length;
-    say(summary, all.length ? `${plural(all.length, "device")}, ${busy} busy${lost ? `, ${lost} lost` : ""}.` : "This machine has no device that hetexp can use.");
+    const lost = all.filter((one) => one.lost && !one.stale).length;
+    const stale = all.filter((one) => one.stale).length;
+    const hosts = new Set(all.map((one) => one.host)).size;
+    const whole = `${plural(all.length, "device")}${hosts > 1 ? ` of ${plural(hosts, "machine")}` : ""}`;
+    say(summary, all.length ? `${whole}, ${busy} busy${lost ? `, ${lost} lost` : ""}${stale ? `, ${stale} stale` : ""}.` : "This machine has no device that hetexp can use.");
     parts[chosen.view].update(all);
   }
   async function history() {
@@ -63,7 +66,7 @@ export function systemView() {
     for (const { about, chart } of charts) {
       const lines = telling.map((one, place) => ({
         place,
-        name: one.device === null ? "all devices" : `${one.device} ${one.name ?? ""}`.trim(),
+        name: one.device === null ? "all devices" : `${idOf({ id: one.device, host: one.host })} ${one.name ?? ""}`.trim(),
         x: one.time.map(moment),
         y: one[about.key] ?? [],
       }));
@@ -111,17 +114,20 @@ function together() {
   return {
     node,
     update(all) {
-      const present = all.filter((one) => !one.lost);
+      const cards = all.some((one) => one.backend !== "cpu") ? all.filter((one) => one.backend !== "cpu") : all; // as in the history
+      const present = cards.filter(reports);
+      const of = (count) => count && count < cards.length ? ` (${count} of ${cards.length})` : "";
       const busy = known(present, "utilisation");
       const mean = busy.length ? sum(busy) / busy.length : null;
-      bars.utilisation.update(mean, percent(mean));
+      bars.utilisation.update(mean, percent(mean) + of(busy.length));
       const told = present.filter((one) => known([one], "memory_used_bytes").length && one.memory_total_bytes);
       const [used, total] = [sum(known(told, "memory_used_bytes")), sum(known(told, "memory_total_bytes"))];
-      bars.memory.update(total ? used / total : null, total ? `${bytes(used)} of ${bytes(total)}` : UNKNOWN, total !== null && used > 0.9 * total);
-      const power = sum(known(present, "power_w"));
+      bars.memory.update(total ? used / total : null, total ? `${bytes(used)} of ${bytes(total)}${of(told.length)}` : UNKNOWN, total !== null && used > 0.9 * total);
+      const powers = known(present, "power_w");
+      const power = sum(powers);
       const limits = known(present.filter((one) => known([one], "power_w").length), "power_limit_w");
-      const limit = limits.length === known(present, "power_w").length ? sum(limits) : null;
-      bars.power.update(limit ? power / limit : null, limit ? `${watts(power)} of ${watts(limit)}` : watts(power));
+      const limit = limits.length === powers.length ? sum(limits) : null;
+      bars.power.update(limit ? power / limit : null, (limit ? `${watts(power)} of ${watts(limit)}` : watts(power)) + of(powers.length));
       const heat = known(present, "temperature_c");
       more.update([
         ["Hottest", degrees(heat.length ? Math.max(...heat) : null)],
@@ -141,12 +147,14 @@ function apart() {
 
 function deviceCard(device) {
   const [badges, meters, more] = [badgeList(), deviceMeters(), facts()];
+  const id = h("code", { class: "soft" });
   const node = h("li", { class: "card" },
-    h("h2", { class: "name" }, device.name, " ", h("code", { class: "soft" }, device.id)), badges.node, meters.nodes, more.node);
+    h("h2", { class: "name" }, device.name, " ", id), badges.node, meters.nodes, more.node);
   return {
     node,
     update(now) {
-      node.classList.toggle("lost", Boolean(now.lost));
+      say(id, idOf(now));
+      node.classList.toggle("lost", !reports(now));
       badges.update(deviceBadges(now));
       meters.update(now);
       const limit = now.power_limit_w ? ` of ${watts(now.power_limit_w)}` : "";

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetexp.core.compose.words import written_out
+from hetexp.core.compose.words import without_hyphens, written_out
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,31 @@ def test_keys_of_hetexp_in_a_group_need_no_sign() -> None:
         "model.width=3",
     ]
     assert written_out(["+model.weights=null"]) == ["+model.weights=null"]
+
+
+FLAGS = ("--multirun", "-m", "--cfg", "--config-dir", "--config-name", "--run", "--steps")
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("--trainer.seed=1", "trainer.seed=1"),
+        ("--optimizer.lr=1e-05", "optimizer.lr=1e-05"),
+        ("--balancing.weights=[0.7, 0.3]", "balancing.weights=[0.7, 0.3]"),
+        ("--strategy=ddp", "strategy=ddp"),
+        ("--resume=a=b", "resume=a=b"),
+        ("--trainer.seed", "trainer.seed"),  # and Hydra says that it has no value
+        ("--data.flags=--x=1", "data.flags=--x=1"),
+        ("--cfg=job", "--cfg=job"),
+        ("--conf=mine", "--conf=mine"),  # argparse's to complete
+        ("--config-dir=mine", "--config-dir=mine"),
+        ("--confgi-dir=mine", "--confgi-dir=mine"),
+        ("--multirun", "--multirun"),
+        ("--steps=3", "--steps=3"),
+        ("--seed", "--seed"),
+        ("-m", "-m"),
+        ("trainer.seed=1", "trainer.seed=1"),
+    ],
+)
+def test_hyphens_of_a_sweeps_agent(typed: str, read: str) -> None:
+    assert without_hyphens([typed, "a=1"], FLAGS) == [read, "a=1"]
