@@ -122,10 +122,9 @@ def setup(
         "prefetch_factor": prefetch_factor,
         "log_every": log_every,
     }
-    problems = (
-        _check_arguments(given) + check_dataset("dataset", dataset) + _check_optimizer(model, optimizer)
-    )
+    problems = _check_arguments(given) + check_dataset("dataset", dataset)
     problems += check_dataset("eval_dataset", eval_dataset) if eval_dataset is not None else []
+    problems += _check_optimizer(model, optimizer)
     collate = _function_of(collate, problems)
     if problems:
         raise ConfigError(problems)
@@ -139,10 +138,9 @@ def setup(
         plan = plan_alone(device_alone(), Path(run_dir) if run_dir is not None else _new_folder())
         rank, store = 0, dist.HashStore()
     plan = _decided(plan, given, model)
-    config = read_config(plan.config)
     sampler = GlobalSampler(len(dataset), global_batch_size, seed, drop_last)  # type: ignore[arg-type]
     arguments = _Given(model, optimizer, dataset, eval_dataset, given, collate)
-    state = _state(plan, config, rank, store, arguments, sampler)
+    state = _state(plan, read_config(plan.config), rank, store, arguments, sampler)
     called = Called(model)
     assert isinstance(state.engine, Replica), "`hetexp launch` has refused other strategies"
     state.engine.connect(plan, store, again=False)

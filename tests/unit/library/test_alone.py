@@ -329,4 +329,4 @@ def test_a_script_names_a_shipped_collate_function(tmp_path: Path) -> None:
     for inputs, targets in run.batches():
         assert inputs.shape == targets.shape == (6, 3)
         assert int((targets == -100).sum()) == 6
-        run.backward(model(inputs).sum(), count=(targets != -100).sum())
+        run.backward(run.model(inputs).sum(), count=(targets != -100).sum())
