@@ -450,10 +450,8 @@ def check(
     sections = COMPONENTS if request.script is None else OUTSIDE_SCRIPT
     components = {key: check_component(key, raw[key]) for key in sections if key in raw}
     wrong += [problem for sentences in components.values() for problem in sentences]
-    if not components.get("optimizer", True):
-        wrong += check_optimizer(raw["optimizer"])
-    if not components.get("data", True):
-        wrong += check_samples(raw["data"])
+    for key, judge in (("optimizer", check_optimizer), ("data", check_samples)):
+        wrong += judge(raw[key]) if not components.get(key, True) else []
     spec = None
     if config is not None:
         spec = RunSpec(config, raw, Selection(), request)

@@ -108,8 +108,7 @@ def setup(
         drop_last: whether to leave out the last batch of an epoch if it is not full.
         num_workers: data loader processes of each device.
         prefetch_factor: microbatches that each of them loads ahead.
-        collate: makes a batch of a list of samples, as `collate_fn` of torch's `DataLoader`; or one of the
-            names `pad` and `list` (`hetexp.data.collate`).
+        collate: makes a batch of a list of samples, as `collate_fn` of a `DataLoader`; or `pad`, or `list`.
         log_every: steps between lines of `metrics.jsonl`.
         run_dir: run folder outside of `hetexp launch`; by default a new one in `outputs`, made when needed.
 
@@ -131,12 +130,9 @@ def setup(
     problems = _check_arguments(given) + check_dataset("dataset", dataset)
     problems += check_dataset("eval_dataset", eval_dataset) if eval_dataset is not None else []
     problems += _check_optimizer(model, optimizer)
-    if isinstance(collate, str) and collate not in COLLATE:
-        problems.append(must_be("collate", f"a function, {' or '.join(COLLATE)}", collate))
+    collate = _function_of(collate, problems)
     if problems:
         raise ConfigError(problems)
-    if isinstance(collate, str):
-        collate = build_function(collate)
     launched = _launched
     if launched is not None:
         if launched.run is not None:
@@ -147,10 +143,9 @@ def setup(
         plan = plan_alone(device_alone(), Path(run_dir) if run_dir is not None else _new_folder())
         rank, store = 0, dist.HashStore()
     plan = _decided(plan, given, model)
-    config = read_config(plan.config)
     arguments = _Given(model, optimizer, as_data(dataset) or dataset, as_data(eval_dataset), given, collate)
     sampler = _sampler(arguments.train, global_batch_size, seed, drop_last)
-    state = _state(plan, config, rank, store, arguments, sampler)
+    state = _state(plan, read_config(plan.config), rank, store, arguments, sampler)
     called = Called(model)
     assert isinstance(state.engine, Replica), "`hetexp launch` has refused other strategies"
     state.engine.connect(plan, store, again=False)
@@ -321,6 +316,16 @@ def _check_arguments(given: Mapping[str, Any]) -> list[str]:
         if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
             problems.append(must_be(name, f"a whole number from {smallest} on", value))
     return problems
+
+
+def _function_of(collate: Collate | str, problems: list[str]) -> Collate:
+    """Return the function, maybe a shipped one by its name; a problem is added to the others."""
+    if not isinstance(collate, str):
+        return collate
+    if collate in COLLATE:
+        return build_function(collate)
+    problems.append(must_be("collate", f"a function, {' or '.join(COLLATE)}", collate))
+    return default_collate
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -562,12 +562,12 @@ def test_dropout_differs_between_ranks_and_repeats(train: Train) -> None:
 
     def told(run: Run, word: str) -> list[str]:
         logs = ((run.folder / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1))
-        return [line for log in logs for line in log.splitlines() if line.startswith(word)]
+        # The last one: the trial before the training says the same of a copy.
+        return [[line for line in log.splitlines() if line.startswith(word)][-1] for log in logs]
 
     options = ("model=custom", "model._target_=adapted.Dropping", "data=synthetic", "data.num_samples=64")
     one, again = (train(*options, "trainer.max_steps=5", *layout(1, 1)) for _ in range(2))
     weights, masks = told(one, "weights"), told(one, "mask")
-    assert (len(weights), len(masks)) == (2, 2)
     assert weights[0] == weights[1]
     assert masks[0] != masks[1]
     assert (weights, masks) == (told(again, "weights"), told(again, "mask"))

@@ -5,6 +5,7 @@ Before the ranks train, the first samples are tried once, so that what does not 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import traceback
@@ -128,21 +129,22 @@ class Trial:
             ConfigError: the model does not take the inputs, or the loss cannot be computed of its output.
         """
         inputs, targets = batch
+        model = _twin(self.model)
         try:
-            with undisturbed(self.model):
+            with undisturbed(model):
                 if len(_first(batch)) < 2:
-                    self.model.eval()  # normalising over a batch refuses a single sample
+                    model.eval()  # normalising over a batch refuses a single sample
                 with self.autocast():
-                    self._lost(self._output(inputs), targets)
+                    self._lost(self._output(model, inputs), targets)
                 if isinstance(self.collate.function, Pad):
-                    self._check_padding(read(dataset, range(len(_first(batch)))))
+                    self._check_padding(model, read(dataset, range(len(_first(batch)))))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
 
-    def _output(self, inputs: Any) -> Any:
+    def _output(self, model: nn.Module, inputs: Any) -> Any:
         try:
-            return call_model(self.model, self.move(inputs))
+            return call_model(model, self.move(inputs))
         except HetexpError:
             raise
         except Exception as error:  # the user's own model runs any code
@@ -189,14 +191,14 @@ class Trial:
     def _moved(self, targets: Any) -> Any:
         return targets if self.loss.targets_on_host else self.move(targets)
 
-    def _check_padding(self, samples: list[Any]) -> None:
+    def _check_padding(self, model: nn.Module, samples: list[Any]) -> None:
         """Warn if a sample's loss depends on the padding beside it, and so on how devices share a batch."""
-        self.model.eval()  # without dropout and without statistics over the batch
+        model.eval()  # without dropout and without statistics over the batch
         losses = []
         with torch.no_grad():
             for batch in (samples, *([sample] for sample in samples)):
                 inputs, targets = self.collate(batch)
-                output = call_model(self.model, self.move(inputs))
+                output = call_model(model, self.move(inputs))
                 losses.append(float(summed(self.loss, output, self._moved(targets))))
         together, *alone = losses
         if abs(together - sum(alone)) > ROUNDING * max(abs(together), sum(map(abs, alone))):
@@ -208,6 +210,18 @@ class Trial:
                 together,
                 sum(alone),
             )
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """Return a copy with the same parameters and buffers, so that a trial leaves a model's counters alone.
+
+    A model that cannot be copied is returned itself.
+    """
+    shared = [*model.parameters(), *model.buffers()]
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    except Exception:  # the user's own attributes: locks, files, tensors of a graph
+        return model
 
 
 def _no_targets(sample: Mapping[str, Any]) -> str:

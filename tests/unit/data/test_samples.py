@@ -326,7 +326,7 @@ def test_evaluation_data_are_drawn_by_the_seed_or_built() -> None:
     assert len(other.evaluation) == 3  # type: ignore[arg-type]
     for wanted, words in (
         (0.01, "both parts of the 20 samples"),
-        ({"_target_": "builtins.int"}, "map-style"),
+        ({"_target_": "builtins.int"}, "a data set"),
     ):
         with pytest.raises(ConfigError, match=words):
             build_data(source(evaluation=wanted))

@@ -319,3 +319,16 @@ def test_a_mean_over_nothing_moves_nothing(loop: Loop) -> None:
     run, weights = loop("tokens", 6, log_every=1)
     assert all(value.isfinite().all() for value in weights[-1].values())
     run.close(0)
+
+
+def test_a_script_names_a_shipped_collate_function(tmp_path: Path) -> None:
+    model = nn.Embedding(5, 2)
+    data: Any = [(torch.arange(1 + index % 3), torch.arange(1 + index % 3)) for index in range(6)]
+    given: Any = (model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    with pytest.raises(ConfigError, match=r"`collate` must be a function, pad or list, but is 'pda'"):
+        hetexp.setup(*given, global_batch_size=6, collate="pda")
+    run = hetexp.setup(*given, global_batch_size=6, collate="pad", run_dir=tmp_path / "run")
+    for inputs, targets in run.batches():
+        assert inputs.shape == targets.shape == (6, 3)
+        assert int((targets == -100).sum()) == 6
+        run.backward(run.model(inputs).sum(), count=(targets != -100).sum())
