@@ -443,7 +443,7 @@ def check(
     from hetexp.core.config import COMPONENTS, check_config
     from hetexp.core.instantiate import check_component
     from hetexp.hardware.selection.pool import Selection
-    from hetexp.optimizer.build import check_optimizer
+    from hetexp.optimizer.build import check_optimizer, check_schedule
     from hetexp.plan.run_spec import CheckedRun, RunSpec
 
     raw, missing, problems = plain(cfg)
@@ -454,6 +454,7 @@ def check(
     wrong += [problem for sentences in components.values() for problem in sentences]
     if not components.get("optimizer", True):
         wrong += check_optimizer(raw["optimizer"])
+        wrong += check_schedule(config) if config is not None else []
     spec = None
     if config is not None:
         spec = RunSpec(config, raw, Selection(), request)

@@ -191,6 +191,7 @@ def _state(
     model, optimizer = given.model, given.optimizer
     strategy, policy = components(config)
     run_on: tuple[dict[str, str], ...] = ()
+    facts: dict[str, Any] = {"data": {}}
     if _launched is None:
         backend: Backend = backend_class(plan.devices[0].backend)(plan.devices[0])
         device = torch_device_alone(plan.devices[0])
@@ -226,6 +227,7 @@ def _state(
         sampler=sampler,
         loggers=(),
         total_steps=0,
+        data_facts=facts["data"],
         run_on=run_on,
         engine=engine_of(strategy),
         policy=policy,

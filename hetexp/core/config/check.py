@@ -8,9 +8,16 @@ from hetexp.core.cluster import ClusterConfig, cluster_problems
 from hetexp.core.config.explain import validated
 from hetexp.core.config.fault import fault_problems
 from hetexp.core.config.hardware import HardwareConfig, hardware_problems
+from hetexp.core.config.optimizer import OptimizerKeys
 from hetexp.core.config.root import Config
 from hetexp.core.config.trainer import trainer_problems
 from hetexp.core.errors import ConfigError, must_be
+
+_OWN_KEYS: dict[str, tuple[str, ...]] = {
+    "strategy": ("fallback",),
+    "optimizer": tuple(OptimizerKeys.model_fields),
+}
+"""Section → keys that hetexp itself reads there; the others are arguments of the section's class."""
 
 
 def read_config(raw: dict[str, Any]) -> Config:
@@ -34,14 +41,21 @@ def check_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
     config, problems = validated(Config, plain)
     if config is not None:
         problems = _batch_clash(raw["trainer"]) + _clashes(config)
+        problems += optimizer_keys(config.optimizer)[1]
     return config, wrong + problems
+
+
+def optimizer_keys(section: dict[str, Any]) -> tuple[OptimizerKeys | None, list[str]]:
+    """Return hetexp's own keys of the section `optimizer` (`None` if wrong), and their problems."""
+    own = {name: section[name] for name in _OWN_KEYS["optimizer"] if name in section}
+    return validated(OptimizerKeys, own, "optimizer")
 
 
 def own_arguments(section: str, node: Any) -> Any:
     """Return the arguments of a section's class, without the keys that hetexp itself reads there."""
-    if section != "strategy" or not isinstance(node, dict):
+    if section not in _OWN_KEYS or not isinstance(node, dict):
         return node
-    return {name: value for name, value in node.items() if name != "fallback"}
+    return {name: value for name, value in node.items() if name not in _OWN_KEYS[section]}
 
 
 def _with_fallback_on_top(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
