@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from hetexp.core.section import Section
 
@@ -23,7 +23,13 @@ class GroupConfig(Section):
 class OptimizerKeys(Section):
     """The keys that hetexp itself reads."""
 
-    groups: list[GroupConfig] | dict[str, GroupConfig] | None = None
+    groups: (
+        Annotated[
+            Annotated[list[GroupConfig], Tag("list")] | Annotated[dict[str, GroupConfig], Tag("mapping")],
+            Discriminator(lambda value: "list" if isinstance(value, list) else "mapping"),
+        ]
+        | None
+    ) = None
     """Parameters with options of their own: a list, or a mapping with a name for each group. A parameter
     belongs to the first group with a `match` for its name, as in `[{match: "head.*", lr: 0.01}]`; the other
     keys of a group are options of the optimizer."""
