@@ -35,7 +35,7 @@ WRONG = {
         ["trainer.loss=hinge"],
         ["`trainer.loss`", "cross_entropy, mse, reconstruction", "'hinge'"],
     ),
-    "no end": (["trainer.max_epochs=null"], ["`trainer.max_steps` or `trainer.max_epochs` must be given"]),
+    "no steps": (["trainer.max_steps=0"], ["`trainer.max_steps` must be greater than 0", "0"]),
     "accumulate twice": (
         ["trainer.accumulate=2", "trainer.microbatch_size=8"],
         ["`trainer.accumulate` must be 1", "2", "microbatch_size"],

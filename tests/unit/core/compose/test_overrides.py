@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from hetexp.app import CONFIG_NAME, check, check_command_line, compose_config, conf_dir, register_resolvers
 from hetexp.core.compose.conf_folders import name_own_conf_dir
 from hetexp.core.compose.overrides import Overrides, compose_typed
+from hetexp.core.config import own_arguments
 from hetexp.core.sweep.grid import compose_jobs
 from hetexp.plan.run_spec import Request
 
@@ -275,7 +276,8 @@ def test_another_class_keeps_what_it_takes_of_the_options_arguments(
     assert not problems
     for composed in (typed, job.config, compose_config([*SMALL, *words])):
         node = composed[section]
-        kept = {key: node[key] for key in node if not key.startswith("_")}
+        arguments = own_arguments(section, dict(node))
+        kept = {key: value for key, value in arguments.items() if not key.startswith("_")}
         assert {key: value for key, value in kept.items() if key in left or value is not None} == left
 
 
