@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support import Run, Train, start_run, worst
+
+from hetexp.core.errors import RunFailedError
 
 STEPS = 8
 COMMON = (
@@ -48,7 +51,6 @@ CASES = {
     ),
     "plateau": PLATEAU,
 }
-STRATEGIES = ("ddp", "pipeline", "local_sgd")
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +100,120 @@ def test_a_resumed_run_goes_on_to_the_bit(train: Train, single: Callable[..., Ru
     assert rates(spread) == rates(whole)[5:]
 
 
-def optimizer_of(run: Run, step: int = STEPS) -> dict[str, Any]:
-    import json
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline", "local_sgd"])
+def test_a_checkpoint_has_the_groups_of_the_whole_model(train: Train, strategy: str) -> None:
+    options = {"local_sgd": ("strategy.sync_every=2",)}.get(strategy, ())
+    run = train(*COMMON, *TWO, *GROUPS, f"strategy={strategy}", *options)
+    text = (run.folder / "checkpoints" / f"step_{STEPS:08}" / "state.json").read_text()
+    found = {
+        tuple(group["params"]): {key: group["values"][key] for key in ("initial_lr", "weight_decay", "betas")}
+        for group in json.loads(text)["optimizer"]["param_groups"]
+    }
+    usual: dict[str, Any] = {"initial_lr": 0.002, "weight_decay": 0.01, "betas": [0.9, 0.999]}
+    assert found == {
+        ("layers.3.weight", "layers.5.weight"): usual,
+        ("layers.1.weight",): usual | {"initial_lr": 0.05},
+        ("layers.1.bias",): usual | {"initial_lr": 0.05, "weight_decay": 0.0},
+        ("layers.3.bias", "layers.5.bias"): usual | {"betas": [0.8, 0.9], "weight_decay": 0.0},
+    }
 
-    text = (run.folder / "checkpoints" / f"step_{step:08}" / "state.json").read_text()
-    state: dict[str, Any] = json.loads(text)["optimizer"]
-    return state
+
+def test_rates_follow_the_batch_and_the_plan_says_so(train: Train, single: Callable[..., Run]) -> None:
+    words = ("optimizer.lr=0.01", "trainer.lr_batch_size=64", "trainer.lr_scaling=sqrt")
+    run = train("hardware=cpu", "strategy=single", *COMMON, *words)
+    reference = single("optimizer.lr=0.005")
+    assert rates(run) == rates(reference)
+    assert worst(run, reference, STEPS) == (0.0, 0.0)
+    assert "The learning rate is 0.005 = 0.01 × √(16/64) (trainer.lr_batch_size)." in run.screen
+
+
+def test_a_group_that_matches_nothing_ends_the_run_at_its_start(train: Train) -> None:
+    with pytest.raises(RunFailedError) as caught:
+        train(*COMMON, *TWO, 'optimizer.groups=[{match:"head.*",lr:0.1}]')
+    assert "`optimizer.groups[0].match` must match a trained parameter" in str(caught.value.details)
+
+
+def test_groups_typed_on_resume_hold(train: Train, single: Callable[..., Run]) -> None:
+    first = single('optimizer.groups=[{match:"*.bias",weight_decay:0.0}]')
+    folder = first.folder / "checkpoints" / "step_00000004"
+    again = train(
+        *("hardware=cpu", "strategy=single", *COMMON, f"resume={folder}"),
+        'optimizer.groups=[{match:"*.bias",weight_decay:20.0}]',
+    )
+    assert "weight_decay=20.0 (before: 0.0)" in again.screen
+    assert rates(again) == rates(first)[4:]
+    bias, before = (run.parameters()["layers.1.bias"].norm() for run in (again, first))
+    assert bias < 0.9 * before
+    with pytest.raises(RunFailedError) as caught:
+        train("hardware=cpu", "strategy=single", *COMMON, f"resume={folder}")
+    assert "optimizer.groups" in str(caught.value.details)
+
+
+# ---------------------------------------------------------------- what ends a run, and what it relies on
+
+
+def test_steps_alone_lift_the_default_epochs(train: Train) -> None:
+    """Case 98: 6 steps an epoch."""
+    run = train(
+        "hardware=cpu", "strategy=single", *COMMON, "trainer.max_steps=40", "trainer.checkpoint_every=0"
+    )
+    assert run.summary["steps"] == 40
+    both = train(*("hardware=cpu", "strategy=single"), *COMMON, "trainer.max_epochs=1")
+    assert both.summary["steps"] == 6
+    assert "Ends after 1 epoch = 6 steps, before trainer.max_steps=8." in both.screen
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("trainer.early_stopping.patience=2",), "trainer.early_stopping.patience"),
+        (PLATEAU, "trainer.schedule"),
+    ],
+)
+def test_what_needs_evaluation_data_is_refused_without(
+    train: Train, words: tuple[str, ...], key: str
+) -> None:
+    """Case 97."""
+    with pytest.raises(RunFailedError) as caught:
+        train(*COMMON, *TWO, *words, "+data.evaluation=0")
+    assert f"`{key}` needs evaluation data, but `data` has none." in str(caught.value.details)
+
+
+def test_evaluations_without_data_leave_no_empty_lines(train: Train) -> None:
+    """Case 97."""
+    run = train(*COMMON, *TWO, "+data.evaluation=0")
+    assert [row["step"] for row in run.metrics] == list(range(1, STEPS + 1))
+
+
+# ---------------------------------------------------------------- the same data
+
+
+def test_another_split_on_each_rank_is_refused(train: Train) -> None:
+    """Case 68."""
+    with pytest.raises(RunFailedError) as caught:
+        train(*COMMON, *TWO, "data._target_=own_data.OwnSplit")
+    text = str(caught.value.details)
+    assert "sample 0 of the training data is another one on rank 1 (cpu:1) than on rank 0 (cpu:0)" in text
+    assert "seed" in text
+
+
+@pytest.mark.parametrize("unseeded", [False, True])
+def test_random_samples_are_no_difference(train: Train, unseeded: bool) -> None:
+    run = train(*COMMON, *TWO, "data._target_=own_data.Noisy", f"+data.unseeded={unseeded}")
+    assert run.summary["steps"] == STEPS
+
+
+def test_a_resume_names_other_data(train: Train, single: Callable[..., Run]) -> None:
+    first = single()
+    folder = first.folder / "checkpoints" / "step_00000004"
+    base = ("hardware=cpu", "strategy=single", *COMMON, f"resume={folder}")
+    other = train(*base, "+data.seed=7")
+    assert "the training data are not those of the checkpoint: another sample 0." in other.screen
+    assert "Its place in the epoch is lost: epoch 2 begins." in other.screen
+    assert "the evaluation data are not those of the checkpoint: another sample 0." in other.screen
+    assert [row["train/epoch"] for row in other.metrics if "train/loss" in row] == [1, 1, 1, 1]
+    longer = train(*base, "+data.count=128", "trainer.max_steps=null", "trainer.max_epochs=2")
+    assert "128 samples instead of 96" in longer.screen
+    assert longer.summary["steps"] == 4 + 8  # one epoch of the new data is left
+    same = train(*base)
+    assert "not those of the checkpoint" not in same.screen
