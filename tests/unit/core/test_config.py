@@ -369,7 +369,8 @@ def test_values_that_clash_are_told(
         (
             ("trainer.max_steps=120", "trainer.max_epochs=5"),
             None,
-            "Ends after 120 steps (trainer.max_steps) or 5 epochs (trainer.max_epochs), whichever comes first.",
+            "Ends after 120 steps (trainer.max_steps) or 5 epochs (trainer.max_epochs), "
+            "whichever comes first.",
         ),
         (
             ("trainer.max_steps=120", "trainer.max_epochs=5"),
