@@ -453,8 +453,7 @@ def check(
     components = {key: check_component(key, raw[key]) for key in sections if key in raw}
     wrong += [problem for sentences in components.values() for problem in sentences]
     if not components.get("optimizer", True):
-        wrong += check_optimizer(raw["optimizer"])
-        wrong += check_schedule(config) if config is not None else []
+        wrong += check_optimizer(raw["optimizer"]) + (check_schedule(config) if config is not None else [])
     spec = None
     if config is not None:
         spec = RunSpec(config, raw, Selection(), request)

@@ -17,6 +17,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.data.base import build_data, same_shape
 from hetexp.data.loader import cut
+from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.memory.estimate import (
     MemoryEstimate,
     Workload,
@@ -61,11 +62,14 @@ class RunMemory:
         self._ranks: list[_Rank] = list(zip(devices, local_batch_sizes, precisions, whole, strict=True))
         self.reason: str | None = None
         """Why there is no estimate at all."""
+        self.steps_per_epoch: int | None = None
+        """Steps of a pass over the data; `None`: not known."""
         try:
             with seeded(config.trainer.seed):
                 data = build_data(config.data)
                 self.sample = next(iter(DataLoader(same_shape(data.train), batch_size=1)))
             self.data_facts = data.facts
+            self.steps_per_epoch = _steps_per_epoch(config, data.train)
             inputs, targets = self.sample
             model = build_on_meta(config.model, data.facts, config.trainer.activation_checkpointing)
             self.model = model.to(torch.float64 if "float64" in precisions else torch.float32)
@@ -245,6 +249,14 @@ class RunMemory:
         fix = f"Write trainer.microbatch_size={largest}"
         fix += " and trainer.accumulate=1." if self._config.trainer.accumulate > 1 else "."
         return _too_many(self._config, f"at most {largest} on {device}", estimate, has, fix)
+
+
+def _steps_per_epoch(config: Config, data: Any) -> int | None:
+    if not hasattr(type(data), "__len__"):
+        return None
+    trainer = config.trainer
+    batches = trainer.global_batch_size, trainer.seed, trainer.drop_last, trainer.overfit_batches
+    return GlobalSampler(len(data), *batches).steps_per_epoch
 
 
 @lru_cache(maxsize=64)
