@@ -59,6 +59,7 @@ class ClassSchedule:
         self._begin()
         for group, keys in zip(optimizer.param_groups, before, strict=True):
             self.added |= group.keys() - keys
+        self._warm()
 
     @property
     def moved(self) -> set[str]:
@@ -79,7 +80,6 @@ class ClassSchedule:
         self._inner = make(self._node, self.optimizer, self._length)
         self._first = [group["lr"] for group in self.optimizer.param_groups]
         self.last_epoch = self.count = 0
-        self._warm()
 
     def step(self) -> None:
         """Set the rates of the next step: one more is done."""
@@ -113,6 +113,7 @@ class ClassSchedule:
                 self._warm()
             return
         self._begin()
+        self._warm()
         for _ in range(step):
             self.step()
 

@@ -50,6 +50,10 @@ CASES = {
         "data.count=48",
     ),
     "plateau": PLATEAU,
+    "adafactor": (
+        *("optimizer._target_=transformers.optimization.Adafactor", "+optimizer.relative_step=false"),
+        "trainer.schedule={_target_:transformers.get_cosine_schedule_with_warmup,num_warmup_steps:2}",
+    ),
 }
 
 
