@@ -211,6 +211,23 @@ def accepts(target: str, name: str) -> bool:
     return name in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
 
+def fits_default(target: str, name: str, value: Any) -> bool:
+    """Return whether a value is of the kind of an argument's default: a number, a list, a flag or a text.
+
+    A class may give a name of another class another meaning, as Adafactor does with its two `eps`. Yes if the
+    argument or the value is null or not known.
+    """
+    try:
+        default = parameters(target)[name].default
+    except Exception:  # an import runs any code and so raises anything: `check_component` reports it
+        return True
+    kinds = [next((kind for kind in _KINDS if isinstance(one, kind)), None) for one in (default, value)]
+    return None in kinds or kinds[0] is kinds[1]
+
+
+_KINDS: tuple[Any, ...] = (bool, (int, float), (list, tuple), str)
+
+
 def check_component(key: str, node: Any) -> list[str]:
     """Check a `_target_` node against its class's signature without building it.
 

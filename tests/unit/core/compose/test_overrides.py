@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.global_hydra import GlobalHydra
@@ -246,6 +247,12 @@ def test_what_hydra_refuses_does_not_hide_the_rest(refused: str) -> None:
         assert part in found
 
 
+def two_of_eps(
+    params: Any, lr: float, eps: tuple[float, float] = (1e-30, 1e-3), weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
+
+
 SMALL = ("hardware=cpu", "model=mlp", "data=synthetic", "balancing=equal")
 
 
@@ -256,6 +263,11 @@ SMALL = ("hardware=cpu", "model=mlp", "data=synthetic", "balancing=equal")
             ["optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.1"],
             "optimizer",
             {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-8, "maximize": False, "foreach": None},
+        ),
+        (
+            [f"optimizer._target_={__name__}.two_of_eps"],
+            "optimizer",
+            {"lr": 0.002, "weight_decay": 0.01},
         ),
         (["model=gpt", "model._target_=hetexp.model.mlp.MLP"], "model", {"dropout": 0.0}),
         (["data=text", "data._target_=hetexp.data.synthetic.Synthetic"], "data", {"sequence_length": 128}),
