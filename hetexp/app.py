@@ -441,7 +441,7 @@ def check(
     from hetexp.core.instantiate import check_component
     from hetexp.data.base import check_samples
     from hetexp.hardware.selection.pool import Selection
-    from hetexp.optimizer.build import check_optimizer
+    from hetexp.optimizer.build import check_optimizer, check_schedule
     from hetexp.plan.run_spec import CheckedRun, RunSpec
 
     raw, missing, problems = plain(cfg)
@@ -450,8 +450,10 @@ def check(
     sections = COMPONENTS if request.script is None else OUTSIDE_SCRIPT
     components = {key: check_component(key, raw[key]) for key in sections if key in raw}
     wrong += [problem for sentences in components.values() for problem in sentences]
-    for key, judge in (("optimizer", check_optimizer), ("data", check_samples)):
-        wrong += judge(raw[key]) if not components.get(key, True) else []
+    if not components.get("optimizer", True):
+        wrong += check_optimizer(raw["optimizer"]) + (check_schedule(config) if config is not None else [])
+    if not components.get("data", True):
+        wrong += check_samples(raw["data"])
     spec = None
     if config is not None:
         spec = RunSpec(config, raw, Selection(), request)

@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, TypeAdapter
 
-from hetexp.core.config import COMPONENTS, Config, SampleKeys
+from hetexp.core.config import COMPONENTS, Config, OptimizerKeys, SampleKeys
 from hetexp.core.instantiate import locate
 from hetexp.core.sweep.search import SearchConfig
 
@@ -153,7 +153,8 @@ def search_keys() -> dict[str, Key]:
 def schema() -> dict[str, Key]:
     """Return every key of the typed sections; `fallback` is written as `strategy.fallback`."""
     found = dict(section_keys(Config)) | dict(section_keys(SampleKeys, "data."))
-    return found | {"strategy.fallback": found.pop("fallback")}
+    own = dict(section_keys(OptimizerKeys, "optimizer."))
+    return found | {"strategy.fallback": found.pop("fallback")} | own
 
 
 def target_of(group: str, option: str) -> str:
@@ -346,8 +347,8 @@ def _setting(name: str) -> dict[str, Any]:
         others = {option for option in options(group) if target_of(group, option)} - set(having)
         only = f" ({group}={', '.join(sorted(having))})" if others else ""
     shape = TypeAdapter(key.annotation).json_schema()
-    shapes = [one for one in shape.get("anyOf", [shape]) if one["type"] != "null"]
-    (own,) = shapes
+    shapes = [one for one in shape.get("anyOf", [shape]) if one["type"] != "object"]  # a form has no mapping
+    (own,) = [one for one in shapes if one["type"] != "null"]
     numbers = own.get("items", own)
     kind = {"integer": "int", "number": "float", "boolean": "bool", "string": "text"}[numbers["type"]]
     row: dict[str, Any] = {
@@ -362,7 +363,7 @@ def _setting(name: str) -> dict[str, Any]:
         row["maximum"] = numbers.get("maximum", GREATEST if under is None else under - least)
     if "enum" in own:
         row["choices"] = own["enum"]
-    if len(shapes) < len(shape.get("anyOf", [shape])):
+    if len(shapes) > 1:
         row["nullable"] = True
     return row
 

@@ -17,6 +17,8 @@ from hetexp.core.errors import CheckpointError
 MACHINE_KEYS = ("foreach", "fused", "capturable", "differentiable")
 """Options of how a step is computed; they keep the values of the optimizer that is restored."""
 
+_AS_THEN = "`optimizer.groups` and `optimizer.no_decay` must divide the parameters as in its run."
+
 
 def pack_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
@@ -68,7 +70,7 @@ def check_optimizer(
     if len(saved) != len(optimizer.param_groups):
         raise CheckpointError(
             f"`resume` must name a checkpoint with the optimizer's {len(optimizer.param_groups)} parameter "
-            f"groups, but it holds {len(saved)}."
+            f"groups, but it holds {len(saved)}. {_AS_THEN}"
         )
     for index, (entry, group) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         differing = [name for name in entry["params"] if parameters.get(name) is None]
@@ -77,7 +79,7 @@ def check_optimizer(
             raise CheckpointError(
                 f"`resume` must name a checkpoint whose parameter group {index} holds the optimizer's "
                 f"{len(group['params'])} parameters, but it holds {len(entry['params'])} other ones"
-                + (f"; unknown here: {', '.join(differing[:3])}." if differing else ".")
+                + (f"; unknown here: {', '.join(differing[:3])}." if differing else f". {_AS_THEN}")
             )
 
 

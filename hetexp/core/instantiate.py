@@ -24,9 +24,11 @@ from hetexp.core.errors import ConfigError, did_you_mean, must_be
 _RESERVED = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 ALWAYS_TRUSTED = (
     *("hetexp.strategy", "hetexp.balancing", "hetexp.model", "hetexp.data", "hetexp.training.loss"),
-    "torch.optim",
+    *("hetexp.optimizer", "torch.optim"),
 )
 """Packages whose classes may always be built: they run no code but their own, whatever their arguments."""
+OF_A_SCHEDULE = ("optimizer", "T_max", "total_steps", "num_training_steps", "total_iters")
+"""Arguments that hetexp gives a class of `trainer.schedule`: the optimizer, and the length of the run."""
 _ACCEPTED = "a class of hetexp or of a package that you trust"
 _LONGEST_SHOWN = 120
 
@@ -210,6 +212,23 @@ def accepts(target: str, name: str) -> bool:
     return name in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
 
+def fits_default(target: str, name: str, value: Any) -> bool:
+    """Return whether a value is of the kind of an argument's default: a number, a list, a flag or a text.
+
+    A class may give a name of another class another meaning, as Adafactor does with its two `eps`. Yes if the
+    argument or the value is null or not known.
+    """
+    try:
+        default = parameters(target)[name].default
+    except Exception:  # an import runs any code and so raises anything: `check_component` reports it
+        return True
+    kinds = [next((kind for kind in _KINDS if isinstance(one, kind)), None) for one in (default, value)]
+    return None in kinds or kinds[0] is kinds[1]
+
+
+_KINDS: tuple[Any, ...] = (bool, (int, float), (list, tuple), str)
+
+
 def check_component(key: str, node: Any) -> list[str]:
     """Check a `_target_` node against its class's signature without building it.
 
@@ -254,12 +273,13 @@ def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., A
     }
     arguments = {name: value for name, value in node.items() if name not in _RESERVED}
     problems: list[str] = []
+    later = _given_later(key, list(named))
     for name, value in arguments.items():
         nested = list(_nodes(f"{key}.{name}", value))
         if nested:  # what they will build is not known yet
             problems += [problem for inner, node_ in nested for problem in check_component(inner, node_)]
         elif name in named:
-            if value != named[name].default:
+            if value != named[name].default and not (value is None and name in later):
                 problems += _check_value(f"{key}.{name}", value, hints.get(name, Any))
         elif not accepts_any:
             problems.append(
@@ -270,12 +290,19 @@ def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., A
         problems += [
             f"`{key}.{name}` must be given, but is missing."
             for name, p in named.items()
-            if p.default is p.empty and name not in arguments
+            if p.default is p.empty and name not in arguments and name not in later
         ]
     judge = inspect.getattr_static(located, "check", None)
     if not problems and isinstance(judge, staticmethod):
         problems += judge.__func__(**arguments)
     return problems
+
+
+def _given_later(key: str, names: Sequence[str]) -> Sequence[str]:
+    """Return the arguments that hetexp itself gives the class of a node when it builds it."""
+    if key == "optimizer":
+        return names[:1]  # the parameters
+    return OF_A_SCHEDULE if key.startswith("trainer.schedule") else ()
 
 
 def _nodes(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -91,6 +91,15 @@ class GlobalSampler:
         full, left = divmod(self._epoch_size, self.global_batch_size)
         return full if self.drop_last or not left else full + 1
 
+    def steps_left(self, position: Position, epochs: int) -> int:
+        """Return the number of batches from a position to the end of so many epochs."""
+        here = self._batch_start(position)
+        if here.epoch >= epochs:
+            return 0
+        full, left = divmod(self._epoch_size - here.offset, self.global_batch_size)
+        in_this_epoch = full if self.drop_last or not left else full + 1
+        return in_this_epoch + (epochs - here.epoch - 1) * self.steps_per_epoch
+
     def batch(self, position: Position) -> tuple[Indices, Position]:
         """Return the sample indices [batch] of the step at `position`, and the position of the next step.
 

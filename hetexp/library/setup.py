@@ -225,6 +225,7 @@ def _state(
     _give_shapes(model, given.train, config.trainer.seed, given.collate)
     strategy, policy = components(config)
     run_on: tuple[dict[str, str], ...] = ()
+    facts: dict[str, Any] = {"data": {}}
     if _launched is None:
         backend: Backend = backend_class(plan.devices[0].backend)(plan.devices[0])
         device = torch_device_alone(plan.devices[0])
@@ -260,6 +261,7 @@ def _state(
         sampler=sampler,
         loggers=(),
         total_steps=0,
+        data_facts=facts["data"],
         run_on=run_on,
         engine=engine_of(strategy),
         policy=policy,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hetexp.core.compose.conf_folders import import_paths
 from hetexp.core.config import Config
+from hetexp.core.config.trainer import how_it_ends
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.fault import LASTING
@@ -73,6 +74,7 @@ def make_plan(spec: RunSpec) -> Plan:
         *selection.reasons,
         f"Policy {policy_name} {policy_reason}",
         *precision_reasons(config.trainer.precision, devices),
+        *(_training_reasons(config) if request.script is None else ()),
     ]
     plan = Plan(
         run_id=run_id(request.run_dir),
@@ -102,6 +104,18 @@ def make_plan(spec: RunSpec) -> Plan:
         import_paths=import_paths(request.working_dir),
     )
     return routed(plan)
+
+
+def _training_reasons(config: Config) -> list[str]:
+    """Return sentences about the learning rate that follows the batch, and about what ends the run."""
+    trainer, rate = config.trainer, config.optimizer.get("lr")
+    reasons = []
+    if trainer.lr_batch_size is not None and isinstance(rate, (int, float)):
+        ratio = f"{trainer.global_batch_size}/{trainer.lr_batch_size}"
+        factor = f"√({ratio})" if trainer.lr_scaling == "sqrt" else ratio
+        scaled = f"{rate * trainer.lr_factor:.6g} = {rate:g} × {factor}"
+        reasons.append(f"The learning rate is {scaled} (trainer.lr_batch_size).")
+    return [*reasons, how_it_ends(trainer)]
 
 
 def run_id(run_dir: Path) -> str:

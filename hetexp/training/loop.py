@@ -19,6 +19,7 @@ from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
+from hetexp.optimizer.schedule import ClassSchedule
 from hetexp.training.engine import StepResult
 from hetexp.training.loss import LabelError
 from hetexp.training.measuring.timer import StepTimer, Totals
@@ -219,6 +220,8 @@ class Training:
         progress.samples += batch.global_samples
         progress.position = batch.position
         progress.skipped_steps += result.skipped
+        if progress.position.epoch != self._before.position.epoch:
+            epoch_over(self.state, progress)
         self.window.add(result, batch)
         if message.window is not None:
             self.loss_at, message.window = (progress.step, message.window_loss), None
@@ -246,6 +249,7 @@ class Training:
                 self.save(wait=True)  # an error in the last evaluation loses no training
             self._evaluate()
             outcome.stopped_early = should_stop(state, progress, outcome.evaluation or {})
+            evaluation_over(state, progress, outcome.evaluation or {})
             if trainer.early_stopping.patience is not None:
                 self.saved_at = -1  # what early stopping keeps has changed
             window.restart()
@@ -519,9 +523,29 @@ def evaluate_and_log(state: TrainState, progress: Progress, quiet: bool = False)
     result, line = state.engine.evaluate()
     if state.rank == 0 and not math.isfinite(result.get("loss", 0.0)):
         log.warning("The loss of the evaluation at step %d is %g.", progress.step, result["loss"])
-    for logger in () if quiet else state.loggers:
+    for logger in () if quiet or not line else state.loggers:  # no line without evaluation data
         logger.log(line, progress.step)
     return result
+
+
+def epoch_over(state: TrainState, progress: Progress) -> None:
+    """Let a schedule that counts epochs set the rates of the next one."""
+    schedule = state.schedule
+    if isinstance(schedule, ClassSchedule) and schedule.every == "epoch":
+        progress.schedule = schedule.unit_over()
+
+
+def evaluation_over(state: TrainState, progress: Progress, evaluation: dict[str, float]) -> None:
+    """Let a schedule that counts evaluations set the rates of the next steps.
+
+    The ranks share the evaluation, so that all set the same. If a rank is lost, an evaluation is done again:
+    the schedule then goes on from the state before.
+    """
+    schedule = state.schedule
+    if not isinstance(schedule, ClassSchedule) or schedule.every != "evaluation":
+        return
+    metric = state.config.trainer.early_stopping.metric
+    progress.schedule = schedule.unit_over(*((evaluation[metric],) if schedule.follows_metric else ()))
 
 
 def should_stop(state: TrainState, progress: Progress, evaluation: dict[str, float]) -> bool:

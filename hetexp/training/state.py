@@ -41,7 +41,7 @@ from hetexp.training.saving.saver import Saver
 from hetexp.training.source import SourceModel
 
 if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LambdaLR
+    from hetexp.optimizer.build import Schedule
 
 
 @dataclass
@@ -60,7 +60,7 @@ class TrainState:
     module: nn.Module
     """The strategy's wrapper of the model, called in training."""
     optimizer: torch.optim.Optimizer
-    schedule: LambdaLR
+    schedule: Schedule
     loss: Loss
     train_data: Dataset[Any]
     eval_data: Dataset[Any] | None
@@ -77,6 +77,8 @@ class TrainState:
     """Exchanges DDP's gradients compressed, through memory or at the pace of emulated links."""
     time_scale: float | None = None
     """Real seconds a modelled second of emulated devices; `None` without any."""
+    data_facts: dict[str, Any] = field(default_factory=dict)
+    """What the ranks have compared of the data, for checkpoints."""
     run_on: tuple[dict[str, str], ...] = ()
     """Each rank's versions of Python and torch."""
     engine: Engine = field(kw_only=True)
@@ -246,6 +248,9 @@ class Progress:
     """Evaluations since the best one."""
     skipped_steps: int = 0
     """Number of steps whose gradient was not finite, so that the weights stayed as they were."""
+    schedule: dict[str, Any] | None = None
+    """State of a schedule that counts epochs or evaluations (`hetexp.optimizer.schedule`); never changed in
+    place."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types for a checkpoint."""
@@ -254,6 +259,7 @@ class Progress:
             "best": self.best,
             "bad_evaluations": self.bad_evaluations,
             "skipped_steps": self.skipped_steps,
+            "schedule": self.schedule,
         }
 
     @classmethod

@@ -41,7 +41,7 @@ def sampler_of(strategy: Strategy, plan: Plan, config: Config, train: Dataset[An
         return strategy.sampler(plan, config, len(train))  # type: ignore[arg-type]  # map-style, as build_data checked
     refuse_stream(strategy, config, train)
     sizes = trainer.global_batch_size, trainer.seed, trainer.drop_last, trainer.overfit_batches
-    return StreamSampler(stream, *sizes, max_epochs=trainer.max_epochs)
+    return StreamSampler(stream, *sizes, max_epochs=trainer.epochs)
 
 
 def refuse_stream(strategy: Strategy, config: Config, train: Dataset[Any]) -> None:

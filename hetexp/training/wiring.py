@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,9 @@ from hetexp.comm.communicator import SoloCommunicator
 from hetexp.comm.forms import sparse_parameters
 from hetexp.comm.rendezvous import all_gather_json, compare_facts
 from hetexp.core.config import Config
+from hetexp.core.config.trainer import how_it_ends
 from hetexp.core.config.weights import first_weights
-from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.errors import ConfigError, HandshakeError, must_be
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.files import write_text
 from hetexp.core.instantiate import instantiate, parameters
@@ -38,15 +40,18 @@ from hetexp.logger.jsonl import EARLIER_METRICS, METRICS, MetricsFile
 from hetexp.model.base import build_model, to_precision
 from hetexp.model.dropout import without_dropout
 from hetexp.model.first_call import call_once, lazy_names
-from hetexp.optimizer.build import build_optimizer, build_schedule
+from hetexp.optimizer.build import build_optimizer, schedule_of
+from hetexp.optimizer.groups import parameter_groups
+from hetexp.optimizer.schedule import unit_of
 from hetexp.plan.strategy import Strategy
 from hetexp.training.balancer import Balancer
 from hetexp.training.data_parallel import DataParallel
 from hetexp.training.engine import Engine
 from hetexp.training.group import versions
-from hetexp.training.loss import batch_counts, build_loss
+from hetexp.training.loss import Loss, batch_counts, build_loss
 from hetexp.training.measuring.trial_pass import Trial, first_batch
 from hetexp.training.nonfinite.loss_scale import LossScale, check_device
+from hetexp.training.saving.data_facts import contents, contents_problems
 from hetexp.training.seeding import seed_all
 from hetexp.training.source import SourceModel
 from hetexp.training.state import TrainState
@@ -103,6 +108,8 @@ def _build_ungrouped(
     seed_all(trainer.seed)
     data = build_data(config.data)
     train, evaluation = data.train, data.evaluation
+    loss = build_loss(trainer.loss, config.loss.arguments())
+    check_evaluation(config, evaluation is not None, loss)
     if plan.stages or plan.paced:
         train, evaluation = same_shape(train), None if evaluation is None else same_shape(evaluation)
     origin, source = getattr(data, "source", None), None
@@ -114,7 +121,6 @@ def _build_ungrouped(
     dtype = torch.float64 if plan.precisions[rank] == "float64" else torch.float32
     head = indexed(same_shape(train), 2)
     first = first_batch(head, data.collate, plan)
-    loss = build_loss(trainer.loss, config.loss.arguments())
     batch_counts(loss, [first[1]])  # what it cannot count is refused here
     model = _build_model(config, data.facts, first[0], dtype)
     check_hooks(model, train)
@@ -124,13 +130,17 @@ def _build_ungrouped(
     else:
         run_on = [versions()]
         agree_as_newcomer(plan, member, store, facts)
+    groups = parameter_groups(config.optimizer, model)  # of the whole model, before it is cut
     if plan.stages:  # while the model is whole
         moved = partial(on_device, device=torch.device("cpu"), dtype=next(model.parameters()).dtype)
         Trial(model, loss, data.collate, moved).run(head, first)
     trained = engine.shard(plan, config, rank, model, first[0])
     model.to(device)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
-    optimizer = build_optimizer(config.optimizer, trained)
+    if rank == 0 and member is None and trainer.max_steps is not None and trainer.epochs is not None:
+        known = sampler.steps_per_epoch
+        log.info("%s", how_it_ends(trainer, known if known < sys.maxsize else None))
+    optimizer = build_optimizer(config.optimizer, trained, groups=groups, lr_factor=trainer.lr_factor)
     _check_sparse(optimizer, model)
     state = TrainState(
         plan=plan,
@@ -143,7 +153,7 @@ def _build_ungrouped(
         model=model,
         module=model,
         optimizer=optimizer,
-        schedule=build_schedule(optimizer, trainer.schedule, trainer.warmup_steps, total_steps),
+        schedule=schedule_of(optimizer, trainer, total_steps, sampler.steps_per_epoch),
         loss=loss,
         train_data=train,
         eval_data=evaluation,
@@ -156,6 +166,7 @@ def _build_ungrouped(
         balancer=Balancer(plan),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
         source=source,
+        data_facts=facts["data"],
         run_on=tuple(run_on),
     )
     if not plan.stages:
@@ -268,7 +279,7 @@ def agree(
     all_facts = all_gather_json(store, HANDSHAKE, rank, plan.world_size, local, limit)
     run_on = [fact.pop("runs on") for fact in all_facts]
     names = [f"rank {r} ({device.id})" for r, device in enumerate(plan.devices)]
-    compare_facts(all_facts, names)
+    _compare(all_facts, names)
     if any(build != run_on[0] for build in run_on):
         builds = (", ".join(f"{key} {value}" for key, value in build.items()) for build in run_on)
         listed = "; ".join(f"{name}: {build}" for name, build in zip(names, builds, strict=True))
@@ -285,7 +296,19 @@ def agree_as_newcomer(plan: Plan, member: int, store: dist.Store, facts: dict[st
     first = json.loads(store.get(f"{HANDSHAKE}/0"))
     first.pop("runs on")
     local = {"hetexp": hetexp.__version__, "config": plan.config_hash, **facts}
-    compare_facts([first, json.loads(json.dumps(local))], ["the first rank", f"member {member}"])
+    _compare([first, json.loads(json.dumps(local))], ["the first rank", f"member {member}"])
+
+
+def _compare(facts: list[dict[str, Any]], names: list[str]) -> None:
+    """Check that all ranks have the same facts, and the same samples as far as these can be compared.
+
+    Raises:
+        HandshakeError: names what differs.
+    """
+    of_data = [fact["data"].pop("contents", {}) for fact in facts]
+    compare_facts(facts, names)
+    if problems := contents_problems(of_data, names):
+        raise HandshakeError(f"the ranks do not agree: {' '.join(problems)}")
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
@@ -305,12 +328,13 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def data_facts(data: Any, sampler: GlobalSampler) -> dict[str, Any]:
-    """Return facts that distinguish two data sets: their lengths, and the order of the samples."""
+    """Return facts that distinguish two data sets: lengths, the order of samples, and some samples."""
     evaluation = data.evaluation
     return {
         "training_samples": size_of(data.train),
         "evaluation_samples": size_of(evaluation) if evaluation is not None else 0,
         "sample_order": sampler.fingerprint(),
+        "contents": {"training": contents(data.train), "evaluation": contents(evaluation)},
     }
 
 
@@ -319,8 +343,25 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
     trainer = config.trainer
     if trainer.fast_dev_run:
         return trainer.fast_dev_run
-    limits = [trainer.max_steps, trainer.max_epochs * steps_per_epoch if trainer.max_epochs else None]
+    limits = [trainer.max_steps, trainer.epochs * steps_per_epoch if trainer.epochs else None]
     return min(limit for limit in limits if limit is not None)
+
+
+def check_evaluation(config: Config, has_data: bool, loss: Loss) -> None:
+    """Check that there are the evaluations, and the metric in them, that other keys rely on.
+
+    Raises:
+        ConfigError: there are not.
+    """
+    trainer = config.trainer
+    users = {"trainer.early_stopping.patience": trainer.early_stopping.patience is not None}
+    users["trainer.schedule"] = unit_of(trainer) == "evaluation"
+    reason = "" if has_data else "evaluation data, but `data` has none"
+    if not reason and trainer.early_stopping.metric == "accuracy" and type(loss).correct is Loss.correct:
+        reason = f"`trainer.early_stopping.metric` loss: `trainer.loss` {trainer.loss} defines no accuracy"
+    problems = [f"`{key}` needs {reason}." for key, used in users.items() if used and reason]
+    if problems:
+        raise ConfigError(problems)
 
 
 def start_loggers(state: TrainState) -> tuple[Logger, ...]:

@@ -29,7 +29,7 @@ from hetexp.data.loader import read_ahead
 from hetexp.data.sampler import GlobalSampler
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.logger.base import Logger, RunInfo
-from hetexp.optimizer.build import build_schedule
+from hetexp.optimizer.build import schedule_of
 from hetexp.plan.strategy import Strategy
 from hetexp.strategy.local_sgd.own_steps import OwnSteps
 from hetexp.training.balancer import Balancer
@@ -182,7 +182,7 @@ def make_state(tmp_path: Path) -> Callable[..., TrainState]:
             model=model,
             module=chosen.wrap(model, torch.device("cpu")),
             optimizer=optimizer,
-            schedule=build_schedule(optimizer, settings.schedule, settings.warmup_steps, steps),
+            schedule=schedule_of(optimizer, settings, steps, -(-len(data) // settings.global_batch_size)),
             loss=build_loss(settings.loss, config.loss.arguments()),
             train_data=data,
             eval_data=evaluation,

@@ -60,7 +60,7 @@ WRONG = {
         ["`loss.count` must be one of samples, labels, shifted_labels, or the dotted path", "'tokens'"],
     ),
     "a smoothing above 1": (["loss.label_smoothing=1.5"], ["`loss.label_smoothing` must be", "1.5"]),
-    "no end": (["trainer.max_epochs=null"], ["`trainer.max_steps` or `trainer.max_epochs` must be given"]),
+    "no steps": (["trainer.max_steps=0"], ["`trainer.max_steps` must be greater than 0", "0"]),
     "accumulate twice": (
         ["trainer.accumulate=2", "trainer.microbatch_size=8"],
         ["`trainer.accumulate` must be 1", "2", "microbatch_size"],

@@ -271,7 +271,7 @@ def without_hydra(composed: Any) -> DictConfig:
 
 
 def without_idle_arguments(cfg: Any, choices: Mapping[str, Any], typed: Sequence[str]) -> None:
-    """Remove from `cfg` the arguments of a shipped option's class if another `_target_` does not accept them.
+    """Remove from `cfg` the arguments of a shipped option's class if another `_target_` does not take them.
 
     `optimizer._target_=torch.optim.RMSprop` leaves the arguments of AdamW behind. A typed value, and a value
     of the user's own files, stay to be refused.
@@ -283,7 +283,7 @@ def without_idle_arguments(cfg: Any, choices: Mapping[str, Any], typed: Sequence
     """
     # Completion checks no values, and what does is slow to import.
     from hetexp.core.config import COMPONENTS
-    from hetexp.core.instantiate import accepts
+    from hetexp.core.instantiate import accepts, fits_default
 
     keys = {word.lstrip("+~").partition("=")[0] for word in typed}
     for section in COMPONENTS:
@@ -302,7 +302,7 @@ def without_idle_arguments(cfg: Any, choices: Mapping[str, Any], typed: Sequence
                 key = f"{section}.{name}"
                 is_typed = any(word == key or word.startswith((f"{key}.", f"{key}[")) for word in keys)
                 is_shipped = name in values and values[name] == value and not is_typed
-                if is_shipped and not accepts(given, name):
+                if is_shipped and not (accepts(given, name) and fits_default(given, name, value)):
                     del node[name]
 
 

@@ -9,11 +9,18 @@ from hetexp.core.cluster import ClusterConfig, cluster_problems
 from hetexp.core.config.explain import validated
 from hetexp.core.config.fault import fault_problems
 from hetexp.core.config.hardware import HardwareConfig, hardware_problems
+from hetexp.core.config.optimizer import OptimizerKeys
 from hetexp.core.config.root import Config
 from hetexp.core.config.samples import class_arguments
 from hetexp.core.config.trainer import trainer_problems
 from hetexp.core.config.weights import without_weights
 from hetexp.core.errors import ConfigError, must_be
+
+_OWN_KEYS: dict[str, tuple[str, ...]] = {
+    "strategy": ("fallback",),
+    "optimizer": tuple(OptimizerKeys.model_fields),
+}
+"""Section → keys that hetexp itself reads there; the others are arguments of the section's class."""
 
 
 def read_config(raw: dict[str, Any]) -> Config:
@@ -37,7 +44,14 @@ def check_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
     config, problems = validated(Config, plain)
     if config is not None:
         problems = _batch_clash(raw["trainer"]) + _clashes(config)
+        problems += optimizer_keys(config.optimizer)[1]
     return config, wrong + problems
+
+
+def optimizer_keys(section: dict[str, Any]) -> tuple[OptimizerKeys | None, list[str]]:
+    """Return hetexp's own keys of the section `optimizer` (`None` if wrong), and their problems."""
+    own = {name: section[name] for name in _OWN_KEYS["optimizer"] if name in section}
+    return validated(OptimizerKeys, own, "optimizer")
 
 
 def own_arguments(section: str, node: Any, named: Collection[str] = ()) -> Any:
@@ -50,9 +64,9 @@ def own_arguments(section: str, node: Any, named: Collection[str] = ()) -> Any:
         return class_arguments(node, named)
     if section == "model" and isinstance(node, Mapping):
         return without_weights(node, named)
-    if section != "strategy" or not isinstance(node, dict):
+    if section not in _OWN_KEYS or not isinstance(node, dict):
         return node
-    return {name: value for name, value in node.items() if name != "fallback"}
+    return {name: value for name, value in node.items() if name not in _OWN_KEYS[section]}
 
 
 def _with_fallback_on_top(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -117,7 +117,7 @@ class Config(Section):
     data: Component
     """The data to train on."""
     optimizer: Component
-    """The optimizer."""
+    """How gradients change the weights; the group's option gives the other keys."""
     logger: Component
     """The experiment tracker."""
     trainer: TrainerConfig

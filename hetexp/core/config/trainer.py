@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,6 +22,8 @@ from hetexp.core.section import Section
 
 WITHOUT_ACCURACY = ("mse", "mae", "huber", "reconstruction", "model", "sum")
 """Losses that do not say which predictions are right."""
+DEFAULT_EPOCHS = 5
+"""Passes over the data of a run that has no limit."""
 
 
 class EarlyStoppingConfig(Section):
@@ -46,7 +49,8 @@ class TrainerConfig(Section):
     max_steps: PositiveInt | None = None
     """Number of optimizer steps; the run ends when it reaches this or `max_epochs`."""
     max_epochs: PositiveInt | None = None
-    """Number of passes over the data; the run ends when it reaches this or `max_steps`."""
+    """Number of passes over the data; `null`: no limit, or 5 if `max_steps` is null as well. The run ends
+    when it reaches this or `max_steps`."""
     accumulate: PositiveInt = 1
     """Microbatches that each device splits its part of the batch into."""
     microbatch_size: PositiveInt | None = None
@@ -73,10 +77,20 @@ class TrainerConfig(Section):
     """Loss: `cross_entropy`, `bce`, `mse`, `mae`, `huber`, `reconstruction`, `model` (the model returns it),
     `sum` (of several), or the dotted path of a class. Such a class derives from `hetexp.training.loss.Loss`.
     The section `loss` holds its arguments."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate over the whole run, after `warmup_steps`."""
+    schedule: Literal["constant", "linear", "cosine"] | dict[str, Any] = "constant"
+    """Schedule of the learning rate over the whole run, after `warmup_steps`. A mapping names a class of
+    `torch.optim.lr_scheduler` by `_target_`, with its arguments. Its length (`T_max`, `total_steps`) is that
+    of the run unless it is given."""
+    schedule_every: Literal["step", "epoch", "evaluation"] | None = None
+    """Unit in which a `schedule` class counts; `null`: `step`, or `evaluation` if it follows a metric, as
+    ReduceLROnPlateau does. The metric is that of `early_stopping`."""
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the learning rate grows from 0."""
+    """Steps in which the learning rate grows from 0, before the schedule begins."""
+    lr_batch_size: PositiveInt | None = None
+    """Global batch that the learning rates are meant for; `null`: for any. Another batch scales the rates of
+    the section `optimizer` by `lr_scaling`."""
+    lr_scaling: Literal["linear", "sqrt"] = "linear"
+    """How learning rates follow the global batch, with `lr_batch_size`."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0: only at the end."""
     checkpoint_every: NonNegativeInt = 0
@@ -119,6 +133,17 @@ class TrainerConfig(Section):
     """Seed of the initial weights, of random data and of the order of samples, on any devices. On the same
     devices it also decides dropout and random samples."""
 
+    @property
+    def epochs(self) -> int | None:
+        """The number of passes over the data that ends the run, `None` for no limit."""
+        return DEFAULT_EPOCHS if self.max_epochs is None and self.max_steps is None else self.max_epochs
+
+    @property
+    def lr_factor(self) -> float:
+        """Factor of the learning rates for this global batch (`lr_batch_size`)."""
+        ratio = self.global_batch_size / (self.lr_batch_size or self.global_batch_size)
+        return math.sqrt(ratio) if self.lr_scaling == "sqrt" else ratio
+
     @field_validator("global_batch_size", mode="before")
     @classmethod
     def _of_one_device(cls, value: Any, info: ValidationInfo) -> Any:
@@ -133,8 +158,6 @@ def trainer_problems(trainer: TrainerConfig) -> list[str]:
     def clash(key: str, accepted: str, value: object, fix: str = "") -> None:
         problems.append(must_be(f"trainer.{key}", accepted, value, fix))
 
-    if trainer.max_steps is None and trainer.max_epochs is None and not trainer.fast_dev_run:
-        problems.append("`trainer.max_steps` or `trainer.max_epochs` must be given, but both are null.")
     if trainer.microbatch_size is not None and trainer.accumulate > 1:
         fix = "Both cut the local batch: keep one of them."
         clash("accumulate", "1 where `trainer.microbatch_size` is set", trainer.accumulate, fix)
@@ -144,8 +167,46 @@ def trainer_problems(trainer: TrainerConfig) -> list[str]:
         clash("prefetch_factor", accepted, trainer.prefetch_factor, fix)
     if trainer.max_steps is not None and trainer.warmup_steps > trainer.max_steps:
         clash("warmup_steps", f"at most `trainer.max_steps` ({trainer.max_steps})", trainer.warmup_steps)
+    if isinstance(trainer.schedule, str) and trainer.schedule_every is not None:
+        fix = "The shipped schedules are curves over all steps."
+        clash("schedule_every", "null where `trainer.schedule` is no class", trainer.schedule_every, fix)
+    if trainer.lr_batch_size is None and trainer.lr_scaling != "linear":
+        clash("lr_scaling", "linear, its default, where `trainer.lr_batch_size` is null", trainer.lr_scaling)
     if trainer.early_stopping.patience is not None and trainer.eval_every == 0:
         clash("eval_every", "above 0 where `trainer.early_stopping.patience` is set", 0)
     if trainer.early_stopping.metric == "accuracy" and trainer.loss in WITHOUT_ACCURACY:
         clash("early_stopping.metric", f"loss where `trainer.loss` is {trainer.loss}", "accuracy")
     return problems
+
+
+def how_it_ends(trainer: TrainerConfig, steps_per_epoch: int | None = None) -> str:
+    """Return a sentence about what ends a run.
+
+    Args:
+        steps_per_epoch: `None`: not known, so that the limits are named without saying which comes first.
+    """
+    if trainer.fast_dev_run:
+        return f"Ends after {_number(trainer.fast_dev_run, 'step')} (trainer.fast_dev_run)."
+    steps, epochs = trainer.max_steps, trainer.epochs
+    ends = f"Ends after {_number(steps, 'step')}" if steps is not None else ""
+    if epochs is not None:
+        passes = _number(epochs, "epoch")
+        total = None if steps_per_epoch is None else epochs * steps_per_epoch
+        counted = passes if total is None else f"{passes} = {_number(total, 'step')}"
+        if steps is None:
+            ends = f"Ends after {counted}"
+        elif total is None:
+            ends += f" (trainer.max_steps) or {passes} (trainer.max_epochs), whichever comes first"
+        elif total < steps:
+            ends = f"Ends after {counted}, before trainer.max_steps={steps}"
+        elif total > steps:
+            ends += f", before trainer.max_epochs={epochs} ({_number(total, 'step')})"
+    patience = trainer.early_stopping.patience
+    if patience is not None:
+        times = _number(patience, "evaluation")
+        ends += f", or earlier after {times} without improvement (trainer.early_stopping.patience)"
+    return f"{ends}."
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -241,6 +241,15 @@ class StreamSampler(GlobalSampler):
         full, left = divmod(length if self._most is None else min(length, self._most), self.global_batch_size)
         return full if self.drop_last or not left else full + 1
 
+    def steps_left(self, position: Position, epochs: int) -> int:
+        """Return the number of batches to the end of so many epochs; `sys.maxsize` without a length."""
+        if self.stream.length is None:
+            return sys.maxsize
+        if position.epoch >= epochs:
+            return 0
+        here = max(0, self.steps_per_epoch - -(-position.offset // self.global_batch_size))
+        return here + (epochs - position.epoch - 1) * self.steps_per_epoch
+
     def batch(self, position: Position) -> tuple[Indices, Position]:
         """Return the positions [batch] in its epoch of each sample, and the position of the next step.
 

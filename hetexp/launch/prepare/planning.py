@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hetexp.balancing.base import BalancingPolicy
 from hetexp.core.compose.options import group_options
 from hetexp.core.config import Config
+from hetexp.core.config.trainer import how_it_ends
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.instantiate import check_component, instantiate
 from hetexp.core.plan import Plan
@@ -146,7 +147,8 @@ def predict_strategies(
     }
     refusals = {name: " ".join(sentences) for name, sentences in problems.items() if sentences}
     prediction = predict_runs(inputs, choices.strategies, choices.own["balancing"], refusals)
-    return _with_problems(prediction, choices)
+    ends = how_it_ends(spec.config.trainer, memory.steps_per_epoch)
+    return replace(_with_problems(prediction, choices), ends=ends)
 
 
 def what_if(changes: Sequence[Change], spec: RunSpec) -> ChangedPlan:

@@ -64,6 +64,8 @@ def show_prediction(prediction: Prediction, console: Console) -> None:
     _show_devices(prediction, console)
     for reason in prediction.reasons:
         _line(console, f"→ {reason}" if reason is prediction.reasons[0] else f"· {reason}")
+    if prediction.ends:
+        _line(console, f"· {prediction.ends}")
     route = route_of_all(prediction.plan)
     if route.levels:
         _line(console, f"· {route_reason(route, prediction.plan.devices)}")

@@ -32,6 +32,8 @@ class Prediction:
     best: PredictedRun | None
     reasons: tuple[str, ...] = field(default=())
     """Why it is the best, or why there is none."""
+    ends: str = ""
+    """What ends a run."""
 
 
 def predict_runs(

@@ -140,14 +140,15 @@ def broadcast_weights(model: nn.Module, exchange: Summation, rank: int) -> None:
 def _moments(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the optimizer's state, in the parameters' order: of a parameter's shape, and single numbers."""
+    """Return the optimizer's state, in the parameters' order: moments of any shape, and single numbers."""
     moments: list[torch.Tensor] = []
     counters: list[torch.Tensor] = []
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for _, value in sorted(state.items()):
             if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
-                (moments if value.shape == parameter.shape and value.dim() else counters).append(value)
+                single = value.numel() == 1 and (not value.dim() or value.shape != parameter.shape)
+                (counters if single else moments).append(value)  # Adafactor's moments are rows and columns
     return moments, counters
 
 

@@ -17,6 +17,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.data.base import build_data, indexed, same_shape
 from hetexp.data.loader import cut
+from hetexp.data.sampler import GlobalSampler
 from hetexp.data.samples import Collate, read
 from hetexp.hardware.memory.estimate import (
     MemoryEstimate,
@@ -69,6 +70,8 @@ class RunMemory:
         """Why there is no estimate at all."""
         self.refusals: list[str] = []
         """Why the ranks would refuse the first samples."""
+        self.steps_per_epoch: int | None = None
+        """Steps of a pass over the data; `None`: not known."""
         try:
             with seeded(config.trainer.seed):
                 data = build_data(config.data)
@@ -80,6 +83,7 @@ class RunMemory:
                     self.refusals = error.problems
                     raise
             self.data_facts = data.facts
+            self.steps_per_epoch = _steps_per_epoch(config, data.train)
             inputs, targets = self.sample
             recompute = config.trainer.activation_checkpointing
             model = build_on_meta(config.model, data.facts, recompute, inputs)
@@ -274,6 +278,14 @@ def _first_sample(dataset: Dataset[Any], collate: Collate) -> tuple[tuple[Any, A
     if collate.has_rows:
         return part_of(batch, 0, 1), None
     return collate(samples[:1]), collate(samples[:1] * 2)
+
+
+def _steps_per_epoch(config: Config, data: Any) -> int | None:
+    if not hasattr(type(data), "__len__"):
+        return None
+    trainer = config.trainer
+    batches = trainer.global_batch_size, trainer.seed, trainer.drop_last, trainer.overfit_batches
+    return GlobalSampler(len(data), *batches).steps_per_epoch
 
 
 @lru_cache(maxsize=64)

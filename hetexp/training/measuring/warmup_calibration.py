@@ -10,7 +10,7 @@ import torch
 
 from hetexp.comm.step_message import StepMessage
 from hetexp.hardware.emulation.emulated import SCALE_MARGIN
-from hetexp.optimizer.build import restart_schedule
+from hetexp.optimizer.build import follow_schedule
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.seeding import keeping_random_states
@@ -62,7 +62,7 @@ def restored_after(state: TrainState) -> Iterator[None]:
     state.model.load_state_dict(weights)
     state.optimizer.state.clear()
     state.optimizer.load_state_dict(optimizer)
-    restart_schedule(state.schedule, 0)
+    follow_schedule(state.schedule, 0, 0, None)
     state.engine.forget()
 
 

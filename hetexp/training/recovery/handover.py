@@ -18,9 +18,10 @@ from torch import Tensor
 from hetexp.checkpoint.model_state import first_names, named_parameters
 from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
 from hetexp.comm.communicator import Communicator
-from hetexp.optimizer.build import restart_schedule
+from hetexp.optimizer.build import follow_schedule
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.recovery.carried import Carried
+from hetexp.training.saving.resuming import set_total_steps
 from hetexp.training.state import Progress, TrainState
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def send_state(training: Training, store: dist.Store, step_ended: bool, tensors:
         "outcome": {key: getattr(training.outcome, key) for key in _OUTCOME},
         "done": {key: getattr(training, key) for key in _DONE},
         "loss_at": list(training.loss_at),
+        "total_steps": state.total_steps,
         "handled": handled,
         "loss_scale": state.loss_scale.to_dict() if state.loss_scale is not None else None,
         "time_scale": state.time_scale,
@@ -94,7 +96,8 @@ def receive_state(training: Training, store: dist.Store, donor: int, behind: boo
     raw = facts["progress"]
     progress.__dict__.update(Progress.from_dict(raw["step"], raw["position"], raw["more"]).__dict__)
     training.good = replace(progress)
-    restart_schedule(state.schedule, progress.step)
+    set_total_steps(state, facts["total_steps"])
+    follow_schedule(state.schedule, progress.step, progress.position.epoch, progress.schedule)
     for key in _OUTCOME:
         setattr(training.outcome, key, facts["outcome"][key])
     for key in _DONE:

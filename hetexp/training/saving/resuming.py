@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetexp.core.config import group_entries, optimizer_keys, own_arguments
 from hetexp.core.errors import CheckpointError
 from hetexp.data.sampler import Position
-from hetexp.optimizer.build import build_optimizer, restart_schedule
+from hetexp.optimizer.build import build_optimizer, follow_schedule, schedule_of
+from hetexp.optimizer.schedule import ClassSchedule, length_of
 from hetexp.training.nonfinite.loss_scale import LossScale
+from hetexp.training.saving.data_facts import changes
 from hetexp.training.saving.random_states import restore_random
 from hetexp.training.state import Progress, TrainState
 
@@ -42,11 +45,64 @@ def resume(state: TrainState, configured: bool = True) -> Progress:
         state.loss_scale = LossScale.from_dict(saved.extra["loss_scale"])
     state.engine.restore(folder, saved.extra)
     _merge_groups(state, configured_groups, saved.extra.get("config", {}) if configured else None)
-    # The learning rates are a function of the step and of this run's configuration.
-    restart_schedule(state.schedule, saved.step)
     restore_random(state, folder)
     state.microbatch_limits = _limits_before(state, saved.extra.get("devices", []))
-    return Progress.from_dict(saved.step, saved.position, saved.extra["progress"])
+    progress = Progress.from_dict(saved.step, saved.position, saved.extra["progress"])
+    _name_changed_data(state, progress, saved.extra.get("data") or {})
+    if configured:
+        set_total_steps(state, _total_steps(state, progress))
+    # The learning rates follow from how far the run is and from this run's configuration.
+    follow_schedule(state.schedule, progress.step, progress.position.epoch, progress.schedule)
+    return progress
+
+
+def set_total_steps(state: TrainState, total_steps: int) -> None:
+    """Set the optimizer steps of the whole run, and the schedule over them, if it is another number."""
+    if total_steps == state.total_steps:
+        return
+    state.total_steps, trainer = total_steps, state.config.trainer
+    steps_per_epoch = state.sampler.steps_per_epoch
+    if isinstance(state.schedule, ClassSchedule):
+        state.schedule.set_length(length_of(trainer, total_steps, steps_per_epoch))
+    else:
+        state.schedule = schedule_of(state.optimizer, trainer, total_steps, steps_per_epoch)
+
+
+def _total_steps(state: TrainState, progress: Progress) -> int:
+    """Return the optimizer steps of the whole run, of which some may have been taken with another batch."""
+    trainer = state.config.trainer
+    if trainer.fast_dev_run or trainer.epochs is None:
+        return state.total_steps
+    by_epochs = progress.step + state.sampler.steps_left(progress.position, trainer.epochs)
+    return by_epochs if trainer.max_steps is None else min(by_epochs, trainer.max_steps)
+
+
+def _name_changed_data(state: TrainState, progress: Progress, saved: Mapping[str, Any]) -> None:
+    """Warn of data that are not those of the checkpoint's run, and forget what no longer holds.
+
+    The place within an epoch means nothing in other training data: a new epoch begins. The best evaluation
+    means nothing for other evaluation data.
+    """
+    if not saved or not state.data_facts:
+        return
+    training, evaluation = changes(saved, state.data_facts)
+    if training:
+        goes_on = ""
+        if progress.position.offset:
+            progress.position = Position(progress.position.epoch + 1)
+            goes_on = f" Its place in the epoch is lost: epoch {progress.position.epoch + 1} begins."
+        _warn(state, f"the training data are not those of the checkpoint: {training[0]}.{goes_on}")
+    if evaluation:
+        forgets = ""
+        if progress.best is not None:
+            progress.best, progress.bad_evaluations = None, 0
+            forgets = " Early stopping begins again."
+        _warn(state, f"the evaluation data are not those of the checkpoint: {evaluation[0]}.{forgets}")
+
+
+def _warn(state: TrainState, text: str) -> None:
+    if state.rank == 0:
+        log.warning("resume: %s", text)
 
 
 def _first_position(state: TrainState) -> Position:
@@ -76,13 +132,17 @@ def _merge_groups(
     if saved is not None:
         section, before = state.plan.config["optimizer"], saved.get("optimizer") or {}
         holds = {key for key in section.keys() | before.keys() if section.get(key) != before.get(key)}
+        holds = _options_of(holds, section, before)
         if any(key not in group for key in holds for group in groups):  # keys of a function that makes groups
             holds = {key for group in built for key in group}
         holds = (holds | {"lr", "initial_lr"}) - {"params", "param_names"}
+    moved = state.schedule.moved if isinstance(state.schedule, ClassSchedule) else set()
     held, taken = {}, {}
     for group, first in zip(groups, built, strict=True):
         for key in first.keys() - {"params", "param_names"}:
             now, new = group[key], first[key]
+            if key in moved and key not in holds:  # the schedule sets it
+                continue
             if key in holds:
                 group[key] = new
             if _plain(now) == _plain(new) or (saved is not None and key == "lr"):  # a schedule moves it
@@ -105,6 +165,17 @@ def _merge_groups(
         log.log(level, "resume: the optimizer has the checkpoint's %s.", values)
 
 
+def _options_of(changed: set[str], *sections: Mapping[str, Any]) -> set[str]:
+    """Return changed keys of the section `optimizer` as the options of groups that they set."""
+    options = changed - {"groups", "no_decay"}
+    options |= {"weight_decay"} if "no_decay" in changed else set()
+    for section in sections if "groups" in changed else ():
+        keys, _ = optimizer_keys(dict(section))
+        for group in group_entries(keys.groups).values() if keys is not None else ():
+            options |= (group.model_extra or {}).keys()
+    return options
+
+
 def _plain(value: Any) -> Any:
     """Return a value to compare and show: a configuration has lists for the tuples of a class."""
     if isinstance(value, torch.Tensor):
@@ -121,7 +192,8 @@ def _lacking_state(state: TrainState) -> list[str]:
     twin = nn.Parameter(torch.zeros_like(smallest))
     twin.grad = torch.zeros_like(smallest)
     with contextlib.suppress(Exception):  # an optimizer that needs more than a gradient cannot be checked
-        fresh = build_optimizer(state.plan.config["optimizer"], nn.ParameterList([twin]))
+        section = own_arguments("optimizer", state.plan.config["optimizer"])  # its groups have other names
+        fresh = build_optimizer(section, nn.ParameterList([twin]))
         fresh.step()
         return sorted(fresh.state[twin].keys() - state.optimizer.state[smallest].keys())
     return []

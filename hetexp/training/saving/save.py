@@ -10,7 +10,7 @@ from hetexp.checkpoint.folder import Snapshot, SnapshotMemory, TrainingState, pa
 from hetexp.checkpoint.manifest import folder_name
 from hetexp.checkpoint.rotation import KEPT_TIMED, Rotation
 from hetexp.core.errors import CheckpointError
-from hetexp.optimizer.build import restart_schedule
+from hetexp.optimizer.build import follow_schedule
 from hetexp.training.engine import CheckpointParts
 from hetexp.training.saving.random_states import random_files
 from hetexp.training.state import Progress, TrainState
@@ -95,7 +95,7 @@ def save_before(state: TrainState, good: Progress, first_step: int, saved_at: in
         state.communicator.barrier()  # no rank leaves while rank 0 still writes metrics
         return f"No step before it is worth a checkpoint: start again {fix}, which leaves such steps out."
     if saved_at != good.step:
-        restart_schedule(state.schedule, good.step)
+        follow_schedule(state.schedule, good.step, good.position.epoch, good.schedule)
         try:
             save(state, good, wait=True)
         except CheckpointError as error:  # on rank 0, for which the others wait
@@ -125,6 +125,7 @@ def _state(state: TrainState, progress: Progress) -> TrainingState:
             "emulated": state.plan.emulated,
             "devices": provenance(state),
             "config": state.plan.config,
+            "data": state.data_facts,
             "balancer": state.balancer.to_dict(),
             "loss_scale": state.loss_scale.to_dict() if state.loss_scale is not None else None,
         },

@@ -34,6 +34,7 @@ from hetexp.core.config import (
     own_arguments,
     read_config,
 )
+from hetexp.core.config.trainer import how_it_ends
 from hetexp.core.errors import ConfigError
 from hetexp.core.instantiate import check_component, locate
 from hetexp.core.section import Section
@@ -165,8 +166,8 @@ def test_every_component_file_fits_its_class(file: Path, tmp_path: Path) -> None
     target = raw[group]["_target_"]
     if target.startswith("hetexp."):
         # Everything that a class of ours can do is written down in its file, where --cfg job shows it.
-        written = set(own_arguments(group, raw[group])) - {"_target_"}
-        assert written == set(inspect.signature(locate(target)).parameters)
+        written = set(own_arguments(group, raw[group])) - {"_target_", "_partial_"}
+        assert written == set(inspect.signature(locate(target)).parameters) - {"params"}
 
 
 def test_the_debug_option_changes_the_trainer() -> None:
@@ -318,8 +319,12 @@ def test_every_problem_is_told_at_once(problems: Callable[..., list[str]], defau
     ("changes", "told"),
     [
         (
-            {"trainer__max_epochs": None},
-            "`trainer.max_steps` or `trainer.max_epochs` must be given, but both are null.",
+            {"trainer__lr_scaling": "sqrt"},
+            "`trainer.lr_scaling` must be linear, its default, where `trainer.lr_batch_size` is null, but is",
+        ),
+        (
+            {"trainer__schedule_every": "epoch"},
+            "`trainer.schedule_every` must be null where `trainer.schedule` is no class, but is 'epoch'",
         ),
         (
             {"trainer__accumulate": 2, "trainer__microbatch_size": 4},
@@ -355,8 +360,56 @@ def test_values_that_clash_are_told(
     assert found[0].startswith(told)
 
 
-def test_a_fast_run_needs_no_end(problems: Callable[..., list[str]]) -> None:
-    assert problems(trainer__max_epochs=None, trainer__fast_dev_run=1) == []
+@pytest.mark.parametrize(
+    ("words", "steps_per_epoch", "sentence"),
+    [
+        ((), None, "Ends after 5 epochs."),
+        ((), 6, "Ends after 5 epochs = 30 steps."),
+        (("trainer.max_steps=120",), 6, "Ends after 120 steps."),
+        (
+            ("trainer.max_steps=120", "trainer.max_epochs=5"),
+            None,
+            "Ends after 120 steps (trainer.max_steps) or 5 epochs (trainer.max_epochs), "
+            "whichever comes first.",
+        ),
+        (
+            ("trainer.max_steps=120", "trainer.max_epochs=5"),
+            6,
+            "Ends after 5 epochs = 30 steps, before trainer.max_steps=120.",
+        ),
+        (
+            ("trainer.max_steps=7", "trainer.max_epochs=2"),
+            6,
+            "Ends after 7 steps, before trainer.max_epochs=2 (12 steps).",
+        ),
+        (("trainer.max_steps=12", "trainer.max_epochs=2"), 6, "Ends after 12 steps."),
+        (("debug=fast",), None, "Ends after 2 steps (trainer.fast_dev_run)."),
+        (
+            ("trainer.early_stopping.patience=1", "trainer.eval_every=1", "trainer.max_epochs=1"),
+            None,
+            "Ends after 1 epoch, or earlier after 1 evaluation without improvement "
+            "(trainer.early_stopping.patience).",
+        ),
+    ],
+)
+def test_the_plan_says_what_ends_a_run(
+    words: tuple[str, ...], steps_per_epoch: int | None, sentence: str
+) -> None:
+    """Case 98: a limit that comes later than another one is named, and a single one holds alone."""
+    assert how_it_ends(read_config(composed(*words)).trainer, steps_per_epoch) == sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "factor"),
+    [
+        ((), 1.0),
+        (("trainer.lr_batch_size=16",), 4.0),
+        (("trainer.lr_batch_size=16", "trainer.lr_scaling=sqrt"), 2.0),
+        (("trainer.lr_batch_size=128",), 0.5),
+    ],
+)
+def test_rates_follow_the_batch(words: tuple[str, ...], factor: float) -> None:
+    assert read_config(composed("trainer.global_batch_size=64", *words)).trainer.lr_factor == factor
 
 
 # ---------------------------------------------------------------- hardware.devices

@@ -446,3 +446,17 @@ def test_all_refusals_come_at_once_and_show_no_control_characters() -> None:
         "but is 'torch.load' instead. If you trust its code, add torch to data.trust."
     )
     assert untrusted(node) == []
+
+
+@pytest.mark.parametrize("partial", [{}, {"_partial_": True}])
+def test_what_hetexp_gives_a_class_need_not_be_written(partial: dict[str, bool]) -> None:
+    """Case 82: a file of one's own without `_partial_`."""
+    assert check_component("optimizer", {"_target_": "torch.optim.SGD", "lr": 0.1, **partial}) == []
+    node = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": None, **partial}
+    assert check_component("trainer.schedule", node) == []
+    nested = {"_target_": "torch.optim.lr_scheduler.ChainedScheduler", "schedulers": [node]}
+    assert check_component("trainer.schedule", nested) == []
+    step = {"_target_": "torch.optim.lr_scheduler.StepLR"}
+    assert check_component("trainer.schedule", step) == [
+        "`trainer.schedule.step_size` must be given, but is missing."
+    ]

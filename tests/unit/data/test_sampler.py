@@ -173,3 +173,30 @@ def test_the_fingerprint_tells_orders_apart() -> None:
 def test_a_position_is_never_negative(values: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="negative"):
         Position(*values)
+
+
+@settings(deadline=None)
+@given(
+    num_samples=st.integers(1, 40),
+    batch=st.integers(1, 12),
+    before=st.integers(1, 12),
+    steps=st.integers(0, 30),
+    drop_last=st.booleans(),
+)
+def test_steps_left_lead_to_the_end_of_the_epochs(
+    num_samples: int, batch: int, before: int, steps: int, drop_last: bool
+) -> None:
+    drop_last = drop_last and num_samples >= max(batch, before)
+    earlier = GlobalSampler(num_samples, before, 0, drop_last)
+    position = Position()
+    for _ in range(steps):
+        _, position = earlier.batch(position)
+    sampler, epochs = GlobalSampler(num_samples, batch, 0, drop_last), 3
+    left = sampler.steps_left(position, epochs)
+    if before == batch:
+        assert left == max(0, epochs * sampler.steps_per_epoch - steps)
+    if not left:
+        assert sampler.batch(position)[1].epoch >= epochs
+    for number in range(left):
+        _, position = sampler.batch(position)
+        assert (position.epoch >= epochs) == (number + 1 == left)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.global_hydra import GlobalHydra
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 from hetexp.app import CONFIG_NAME, check, check_command_line, compose_config, conf_dir, register_resolvers
 from hetexp.core.compose.conf_folders import name_own_conf_dir
 from hetexp.core.compose.overrides import Overrides, compose_typed
+from hetexp.core.config import own_arguments
 from hetexp.core.sweep.grid import compose_jobs
 from hetexp.plan.run_spec import Request
 
@@ -245,6 +247,12 @@ def test_what_hydra_refuses_does_not_hide_the_rest(refused: str) -> None:
         assert part in found
 
 
+def two_of_eps(
+    params: Any, lr: float, eps: tuple[float, float] = (1e-30, 1e-3), weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
+
+
 SMALL = ("hardware=cpu", "model=mlp", "data=synthetic", "balancing=equal")
 
 
@@ -255,6 +263,11 @@ SMALL = ("hardware=cpu", "model=mlp", "data=synthetic", "balancing=equal")
             ["optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.1"],
             "optimizer",
             {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-8, "maximize": False, "foreach": None},
+        ),
+        (
+            [f"optimizer._target_={__name__}.two_of_eps"],
+            "optimizer",
+            {"lr": 0.002, "weight_decay": 0.01},
         ),
         (["model=gpt", "model._target_=hetexp.model.mlp.MLP"], "model", {"dropout": 0.0}),
         (["data=text", "data._target_=hetexp.data.synthetic.Synthetic"], "data", {"sequence_length": 128}),
@@ -275,7 +288,8 @@ def test_another_class_keeps_what_it_takes_of_the_options_arguments(
     assert not problems
     for composed in (typed, job.config, compose_config([*SMALL, *words])):
         node = composed[section]
-        kept = {key: node[key] for key in node if not key.startswith("_")}
+        arguments = own_arguments(section, dict(node))
+        kept = {key: value for key, value in arguments.items() if not key.startswith("_")}
         assert {key: value for key, value in kept.items() if key in left or value is not None} == left
 
 

@@ -19,6 +19,7 @@ from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.summation import Summation
 from hetexp.data.loader import read_ahead
 from hetexp.data.sampler import Position
+from hetexp.optimizer.build import build_schedule
 from hetexp.strategy.independent import Independent
 from hetexp.strategy.local_sgd import LocalSGD
 from hetexp.strategy.local_sgd.outer import OuterStep
@@ -63,8 +64,7 @@ def run(
 
 def with_adam(state: TrainState) -> None:
     state.optimizer = torch.optim.Adam(state.model.parameters(), lr=0.05)
-    state.schedule.optimizer = state.optimizer
-    state.schedule.base_lrs = [0.05]
+    state.schedule = build_schedule(state.optimizer, "constant", 0, state.total_steps)
 
 
 # ---------------------------------------------------------------- what a sync makes of the weights

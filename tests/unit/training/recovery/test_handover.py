@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from hetexp.comm.communicator import Communicator
 from hetexp.data.sampler import Position
-from hetexp.training.loop import Training
+from hetexp.training.loop import Training, evaluation_over
 from hetexp.training.recovery import handover
 from hetexp.training.recovery.handover import receive_state, send, send_state, set_state, state_of
 from hetexp.training.state import Progress, TrainState
@@ -88,6 +89,33 @@ def test_model_buffers_and_moments_are_those_of_the_donor(make_state: MakeState)
     assert repacked == packed
     model: Any = other.model
     assert model.second.weight is model.first.weight
+
+
+PLATEAU = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "patience": 0, "factor": 0.5}
+
+
+@pytest.mark.parametrize("step_ended", [False, True])
+def test_all_have_the_donors_rates_after_an_evaluation(make_state: MakeState, step_ended: bool) -> None:
+    """Rank 0 has done the last step's evaluation, rank 1 has not, rank 2 comes new."""
+    store = dist.HashStore()
+
+    def rank(communicator: Communicator) -> tuple[float, Any]:
+        options: dict[str, Any] = {"schedule": PLATEAU, "eval_every": 1, "learning_rate": 1.0}
+        state = make_state(communicator, (1.0,) * 3, **options)
+        training = Training(state, Progress(), ready=communicator.rank != 2)
+        progress = training.progress
+        for number, loss in enumerate((1.0, 2.0, 3.0)[: {0: 3, 1: 2, 2: 0}[communicator.rank]]):
+            progress.step = number + 1
+            training.good = replace(progress)
+            evaluation_over(state, progress, {"loss": loss})
+        if communicator.rank == 0:
+            send_state(training, store, step_ended=step_ended, tensors=True, handled=0)
+        receive_state(training, store, 0, behind=communicator.rank == 2, tensors=True)
+        return state.optimizer.param_groups[0]["lr"], progress.schedule
+
+    results = FakeGroup(3).run(rank)
+    assert [rate for rate, _ in results] == [0.25 if step_ended else 0.5] * 3
+    assert results[0][1] == results[1][1] == results[2][1]
 
 
 def test_those_behind_and_newcomers_stand_where_the_donor_stands(make_state: MakeState) -> None:
