@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils import worker
 
@@ -384,38 +383,3 @@ class _Microbatches(Dataset[Any]):
 
     def _collated(self, indices: Indices) -> Any:
         return self._memory.hold(self._collate(read(self._dataset, indices.tolist())))
-
-
-def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Move nested tensors to a device, floating-point and complex ones in this precision.
-
-    A batch class of some library is moved by its own method `to`. One with a method `apply`, as the graphs of
-    torch_geometric have, gets the type by it. All other values stay as they are.
-    """
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_complex():
-            return tensor.to(device, dtype.to_complex(), non_blocking=True)
-        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=True)
-
-    return _on_device(value, device, moved)
-
-
-def _on_device(value: Any, device: torch.device, moved: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return moved(value)
-    if type(value) is dict:
-        return {key: _on_device(item, device, moved) for key, item in value.items()}
-    if isinstance(value, PackedSequence):  # its sizes stay on the host
-        return value.to(device, moved(value.data[:0]).dtype)  # type: ignore[arg-type]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_on_device(item, device, moved) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_on_device(item, device, moved) for item in value)
-    if callable(getattr(value, "to", None)):
-        if callable(getattr(value, "apply", None)):
-            return value.apply(moved)
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _on_device(item, device, moved) for key, item in value.items()}
-    return value

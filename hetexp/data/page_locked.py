@@ -1,4 +1,4 @@
-"""Page-locked host memory, from which a card copies while the host goes on."""
+"""From host to device: page-locked memory, from which a card copies while the host goes on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 log = logging.getLogger(__name__)
 
@@ -63,3 +64,38 @@ def _pinned(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_pinned, value))
     return value.pin_memory() if hasattr(value, "pin_memory") else value
+
+
+def on_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Move nested tensors to a device, floating-point and complex ones in this precision.
+
+    A batch class of some library is moved by its own method `to`. One with a method `apply`, as the graphs of
+    torch_geometric have, gets the type by it. All other values stay as they are.
+    """
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor.to(device, dtype.to_complex(), non_blocking=True)
+        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=True)
+
+    return _on_device(value, device, moved)
+
+
+def _on_device(value: Any, device: torch.device, moved: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return moved(value)
+    if type(value) is dict:
+        return {key: _on_device(item, device, moved) for key, item in value.items()}
+    if isinstance(value, PackedSequence):  # its sizes stay on the host
+        return value.to(device, moved(value.data[:0]).dtype)  # type: ignore[arg-type]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_on_device(item, device, moved) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_on_device(item, device, moved) for item in value)
+    if callable(getattr(value, "to", None)):
+        if callable(getattr(value, "apply", None)):
+            return value.apply(moved)
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _on_device(item, device, moved) for key, item in value.items()}
+    return value

@@ -18,7 +18,7 @@ from hetexp.core.config import LossConfig
 from hetexp.core.errors import CheckpointError, ConfigError, did_you_mean, must_be
 from hetexp.core.instantiate import only_trusted, untrusted
 from hetexp.data.base import build_data, stream_of
-from hetexp.data.loader import on_device
+from hetexp.data.page_locked import on_device
 from hetexp.model.base import WithAuxiliary, build_model
 from hetexp.training.loss import Loss, build_loss, count_of
 from hetexp.training.seeding import seeded

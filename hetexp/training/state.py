@@ -23,7 +23,8 @@ from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.plan import Plan
 from hetexp.data.base import stream_of
-from hetexp.data.loader import cut, on_device
+from hetexp.data.loader import cut
+from hetexp.data.page_locked import on_device
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.data.samples import Collate
 from hetexp.hardware.backend import Backend

@@ -10,7 +10,8 @@ from one_by_one import OneByOne
 from torch.utils.data import TensorDataset
 
 from hetexp.core.split import Split
-from hetexp.data.loader import local_batches, on_device
+from hetexp.data.loader import local_batches
+from hetexp.data.page_locked import on_device
 from hetexp.data.sampler import GlobalSampler, Position
 
 

@@ -18,7 +18,8 @@ from hetexp.core.config import Config
 from hetexp.core.errors import ConfigError
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
-from hetexp.data.loader import LocalBatch, local_batches, on_device
+from hetexp.data.loader import LocalBatch, local_batches
+from hetexp.data.page_locked import on_device
 from hetexp.data.sampler import Position
 from hetexp.hardware.backend import StagePasses
 from hetexp.hardware.emulation.pacing import tensors

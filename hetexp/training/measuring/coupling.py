@@ -10,7 +10,7 @@ from torch import nn
 from hetexp.core.call import call_model
 from hetexp.core.config import Config
 from hetexp.data.base import build_data, indexed, same_shape
-from hetexp.data.loader import on_device
+from hetexp.data.page_locked import on_device
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout

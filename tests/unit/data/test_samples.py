@@ -18,7 +18,8 @@ from hetexp.core.errors import ConfigError
 from hetexp.core.split import Split
 from hetexp.data.base import build_data, check_samples, in_torch
 from hetexp.data.collate import Pad, collate_list
-from hetexp.data.loader import local_batches, on_device
+from hetexp.data.loader import local_batches
+from hetexp.data.page_locked import on_device
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.data.samples import Collate, Microbatch, build_function
 from hetexp.training.recovery.oom_recovery import part_of, sizes_of, split_microbatches
