@@ -117,7 +117,7 @@ def test_local_steps_cut_lists_into_samples(train: Train) -> None:
         ("Net", "three", r"`data\.targets` must be the position"),
         ("Tagger", "pair", r"Tagger\.forward\(ids.*fails with \[2, 8\] float64.*sampled\.py, line"),
         ("Tagger", "as_dict data.targets=labels", r"`data\.inputs` must be .*\(ids.*\{x: \[2, 8\] float64\}"),
-        ("Net", "one_hot", r"one-hot labels \[2, 3\] int64"),
+        ("Net", "one_hot", r"\[2, 3\] and \[2, 3\]\. One-hot labels become classes"),
         ("Net", "from_one_on", r"labels must be from 0 to 2.*training sample 1 is 3"),
         ("Net", "late", r"labels must be from 0 to 2.*training sample 41 is 5"),
         ("Detector", "boxes data.collate=pad", r"`data\.collate` pad needs samples whose inputs"),
@@ -160,7 +160,7 @@ def test_a_mask_that_the_model_does_not_use_is_warned_of(train: Train) -> None:
 
 GPT = (
     *("model=gpt", "model.num_layers=2", "model.num_heads=2", "model.embedding_size=8"),
-    *("model.vocab_size=7", "model.sequence_length=9", "+data.form=tokens"),
+    *("model.vocab_size=11", "model.sequence_length=9", "+data.form=tokens"),
 )
 ONE_SHAPE = {
     "pipeline": ("hardware.devices=[cpu,cpu]", "strategy=pipeline"),

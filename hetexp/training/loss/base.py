@@ -18,7 +18,7 @@ from hetexp.training.logits import many_logits
 from hetexp.training.logits.many_logits import ManyLogits
 from hetexp.training.loss.labels import LabelError, wrong_labels
 from hetexp.training.loss.parts import Key, output_part, target_part
-from hetexp.training.loss.shapes import class_dim
+from hetexp.training.loss.shapes import DoubtError, class_dim
 from hetexp.training.nonfinite.loss_scale import widened
 
 HALF = (torch.bfloat16, torch.float16)
@@ -159,6 +159,8 @@ class CrossEntropy(ReadyLoss):
         super().__init__(output, target)
         self.weight = None if weight is None else torch.tensor(weight, dtype=torch.float64)
         self.label_smoothing, self.ignore_index, self.class_dim = label_smoothing, ignore_index, class_dim
+        self._seen_dim: int | None = None
+        """The dimension of the classes in a batch whose shapes left no doubt."""
 
     def wanted(self, targets: Any) -> torch.Tensor:
         labels = super().wanted(targets)
@@ -247,7 +249,15 @@ class CrossEntropy(ReadyLoss):
         shape = scores.shape
         if self.class_dim is None and len(shape) == 2 and labels.shape == shape[:1] and shape[1] > 1:
             return 1
-        return class_dim(shape, labels.shape, self.class_dim)
+        try:
+            dim = class_dim(shape, labels.shape, self.class_dim)
+        except DoubtError:
+            if self._seen_dim is None:
+                raise
+            return self._seen_dim % len(shape)
+        if len(shape) > 2:  # batches of other lengths may leave a doubt that this one does not
+            self._seen_dim = -1 if dim == len(shape) - 1 else dim
+        return dim
 
     def _weights_for(self, rows: torch.Tensor) -> torch.Tensor:
         assert self.weight is not None

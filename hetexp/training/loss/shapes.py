@@ -11,6 +11,10 @@ import torch
 from hetexp.core.errors import ConfigError, must_be
 
 
+class DoubtError(ConfigError):
+    """The classes may stand in the last dimension or in the second one."""
+
+
 def class_dim(shape: Sequence[int], targets: Sequence[int], given: int | None) -> int:
     """Return the dimension of the classes in an output, from 0 on.
 
@@ -20,6 +24,7 @@ def class_dim(shape: Sequence[int], targets: Sequence[int], given: int | None) -
         given: the dimension, if the user has named it.
 
     Raises:
+        DoubtError: the labels fit the classes in either place.
         ConfigError: the shapes do not say which label belongs to which prediction.
     """
     shapes = f"{list(shape)} and {list(targets)}"
@@ -36,7 +41,7 @@ def class_dim(shape: Sequence[int], targets: Sequence[int], given: int | None) -
             raise ConfigError(must_be("loss.class_dim", accepted, given))
     elif last and first:
         why = f"Outputs and labels of shapes {shapes} fit either way."
-        raise ConfigError(must_be("loss.class_dim", "-1 (the last) or 1", None, why))
+        raise DoubtError(must_be("loss.class_dim", "-1 (the last) or 1", None, why))
     elif not last and not first:
         one_hot = list(shape) == list(targets)
         fix = " One-hot labels become classes by argmax(-1), and probabilities by float()." if one_hot else ""

@@ -27,7 +27,7 @@ from hetexp.data.samples import Collate, describe, read
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.memory.out_of_memory import is_out_of_memory
 from hetexp.model.base import WithAuxiliary
-from hetexp.training.loss import LabelError, Loss, count_of, summed
+from hetexp.training.loss import LabelError, Loss, ModelLoss, count_of, summed
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +172,7 @@ class Trial:
     def _lost(self, output: Any, targets: Any) -> None:
         plain = output.output if isinstance(output, WithAuxiliary) else output
         unnamed = isinstance(targets, Mapping) and self.collate.targets is None
+        unnamed = unnamed and not isinstance(self.loss, ModelLoss)  # which gets the whole sample
         try:
             count_of(self.loss, targets)
             self.loss.check(plain, targets)  # before a card reads them, whose own check ends the process

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetexp.data.base import stream_of
 from hetexp.training.seeding import seeded
 
 PLACES = 5
@@ -30,12 +31,12 @@ FIX = (
 
 
 def contents(data: Any) -> dict[str, Any]:
-    """Return what distinguishes the contents of a map-style data set, as plain JSON types by sample.
+    """Return what distinguishes the contents of a data set, as plain JSON types by sample.
 
     A sample that is not the same when it is read again with the same seed, or that cannot be read, is left
     out. Random states stay as they are.
     """
-    if data is None or not hasattr(type(data), "__getitem__"):
+    if data is None or stream_of(data) is not None:  # of a stream each batch is compared
         return {}
     last = len(data) - 1
     places = sorted({round(last * part / (PLACES - 1)) for part in range(PLACES)}) if last >= 0 else []
