@@ -1,0 +1,299 @@
+"""Trains each model of examples/zoo by all ways, compares them with plain torch, and writes the table of docs/zoo.md.
+
+    pip install 'hetexp[zoo]'
+    python scripts/zoo.py                        all models, and the table
+    python scripts/zoo.py --only bert,gpt2       some of them; the table is printed only
+
+The reference of every row is `python MODEL.py`: the model's own library and torch, on one device, without hetexp.
+`hetexp launch` runs the same script's second loop, `hetexp train` the same model and data with a YAML file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+ZOO = ROOT / "examples" / "zoo"
+PAGE = ROOT / "docs" / "zoo.md"
+BEGIN, END = "<!-- table of scripts/zoo.py -->", "<!-- /table -->"
+EXACT = 1e-12
+SHARES = {"3:1": (3, 1), "5:2:1": (5, 2, 1)}
+WAYS = ("launch",)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A script of the zoo, and what is known of it before it is measured."""
+
+    name: str
+    what: str
+    needs: tuple[str, ...]
+    note: str = ""
+    exact: bool = True
+    """Whether the model computes in float64, with the same numbers on whatever devices."""
+    ways: Sequence[str] = WAYS
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of its runs."""
+    label: str = ""
+
+
+TRANSFORMERS, TORCHVISION, TIMM = ("transformers",), ("torchvision",), ("timm", "torchvision")
+FLOAT32 = "computes a part in float32, where the order of a sum rounds otherwise: "
+MODELS = (
+    Model("resnet", "timm ResNet-50, BatchNorm", TIMM),
+    Model("efficientnet", "timm EfficientNet, its own BatchNorm with activation", TIMM),
+    Model("vit", "timm ViT", TIMM),
+    Model("segmentation", "torchvision DeepLabV3, two heads, unlabelled pixels", TORCHVISION),
+    Model("detection", "torchvision Faster R-CNN, all anchors taken", TORCHVISION),
+    Model(
+        "detection",
+        "torchvision Faster R-CNN, anchors drawn at random",
+        TORCHVISION,
+        "draws anchors and proposals at random, and each device draws its own",
+        exact=False,
+        settings={"ZOO_DRAWS": "1"},
+        label="detection, as it comes",
+    ),
+    Model("bert", "transformers BERT classification, padded", TRANSFORMERS),
+    Model("gpt2", "transformers GPT-2, own loss in float64", TRANSFORMERS),
+    Model(
+        "gpt2",
+        "transformers GPT-2, own loss as it comes",
+        TRANSFORMERS,
+        FLOAT32 + "the loss",
+        exact=False,
+        settings={"ZOO_FLOAT32_LOSS": "1"},
+        label="gpt2, as it comes",
+    ),
+    Model("bart", "transformers BART, encoder-decoder", TRANSFORMERS),
+    Model(
+        "t5", "transformers T5, encoder-decoder", TRANSFORMERS, FLOAT32 + "T5's normalisation", exact=False
+    ),
+    Model("unet", "diffusers UNet2D", ("diffusers", "torchvision")),
+    Model("graph", "torch_geometric GIN, BatchNorm, GraphNorm", ("torch_geometric",)),
+    Model("lstm", "LSTM over packed sequences", ()),
+    Model(
+        "clip",
+        "transformers CLIP, contrastive loss",
+        TRANSFORMERS,
+        "YAML: a loss that couples the samples of a batch is no sum over them",
+        ways=("launch",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The losses of all steps, and the trained parameters and buffers."""
+
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+
+
+class RunError(Exception):
+    """A run that ended with an error; the text is the last line that says why."""
+
+
+def missing(model: Model) -> list[str]:
+    """Return the packages of a model that are not installed."""
+    return [name for name in model.needs if importlib.util.find_spec(name) is None]
+
+
+def run(command: Sequence[str], settings: Mapping[str, str]) -> str:
+    """Run a command in the zoo's folder, and return what it printed.
+
+    Raises:
+        RunError: it failed.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **settings}
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=ZOO, env=environment, capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        lines = [line.strip(" │") for line in (ended.stdout + "\n" + ended.stderr).splitlines()]
+        raise RunError("\n".join(line for line in lines if line))
+    return ended.stdout
+
+
+def alone(model: Model, way: str, folder: Path, epochs: int) -> Trained:
+    """Train on one device without hetexp: `plain` or `accelerate`."""
+    out = folder / f"{way}.pt"
+    run([f"{model.name}.py", way, "--epochs", str(epochs), "--out", str(out)], model.settings)
+    saved = torch.load(out)
+    return Trained(saved["losses"], saved["parameters"])
+
+
+def together(model: Model, way: str, shares: Sequence[int], folder: Path, epochs: int) -> Trained:
+    """Train on as many CPU ranks as there are shares, by `launch` or `train`."""
+    run_dir = folder / f"{way}-{len(shares)}"
+    options = [
+        f"hardware.devices=[{','.join(['cpu'] * len(shares))}]",
+        "balancing=manual",
+        f"balancing.weights={list(shares)}".replace(" ", ""),
+        "hardware.threads_per_rank=1",
+        "logger=none",
+        "diagram=false",
+        "monitor=none",
+        f"hydra.run.dir={run_dir}",
+    ]
+    if way == "launch":
+        words = ["launch", f"{model.name}.py", *options, "--", "hetexp", "--epochs", str(epochs)]
+    else:
+        words = ["train", f"experiment={model.name}", f"trainer.max_epochs={epochs}", *options]
+    run(["-m", "hetexp.cli", *words], model.settings)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    newest = sorted(run_dir.glob("checkpoints/*/model.safetensors"))[-1]
+    return Trained([row["train/loss"] for row in rows if "train/loss" in row], load_file(newest))
+
+
+def differences(one: Trained, reference: Trained) -> tuple[float, float]:
+    """Return the largest relative difference of a step's loss, and ‖Δθ‖ / ‖θ‖ of the trained state."""
+    if len(one.losses) != len(reference.losses):
+        raise RunError(f"{len(one.losses)} losses instead of {len(reference.losses)}")
+    loss = max(abs(a - b) / abs(b) for a, b in zip(one.losses, reference.losses, strict=True))
+    delta = size = 0.0
+    for name, value in reference.parameters.items():
+        if name not in one.parameters:  # the second name of a tied weight
+            continue
+        delta += float((one.parameters[name].double() - value.double()).pow(2).sum())
+        size += float(value.double().pow(2).sum())
+    if strange := one.parameters.keys() - reference.parameters.keys():
+        raise RunError(f"other parameters: {sorted(strange)[:3]}")
+    return loss, (delta / size) ** 0.5
+
+
+def lines_added(name: str, way: str) -> int:
+    """Return how many statements of a script's loop with hetexp or Accelerate the plain loop does not have."""
+    functions = {
+        node.name: ast.unparse(node.body).splitlines()  # type: ignore[arg-type]  # it takes a list as well
+        for node in ast.parse((ZOO / f"{name}.py").read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    changed = difflib.ndiff(functions["plain"], functions[f"with_{way}"])
+    return sum(line.startswith("+ ") for line in changed)
+
+
+def yaml_lines(name: str) -> int | None:
+    """Return the lines of a model's YAML file that are no comment."""
+    path = ZOO / "conf" / "experiment" / f"{name}.yaml"
+    if not path.exists():
+        return None
+    return sum(
+        bool(line.strip()) and not line.lstrip().startswith("#") for line in path.read_text().splitlines()
+    )
+
+
+def measure(model: Model, epochs: int) -> dict[str, Any]:
+    """Return a row of the table: the figures of each way and shares, or the reason why there are none."""
+    row: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        reference = alone(model, "plain", folder, epochs)
+        row["steps"] = len(reference.losses)
+        for way in model.ways:
+            for shares, parts in SHARES.items():
+                try:
+                    trained = together(model, way, parts, folder, epochs)
+                    row[f"{way} {shares}"] = differences(trained, reference)
+                except RunError as error:
+                    row[f"{way} {shares}"] = str(error)
+        if not model.settings:
+            try:
+                row["accelerate"] = differences(alone(model, "accelerate", folder, epochs), reference)
+            except RunError as error:
+                row["accelerate"] = str(error)
+    return row
+
+
+def is_right(model: Model, row: Mapping[str, Any]) -> bool:
+    """Tell whether all runs of a row ended, as near to the reference as the model allows."""
+    figures = [value for key, value in row.items() if key != "steps"]
+    if any(isinstance(value, str) for value in figures):
+        return False
+    return not model.exact or all(max(pair) <= EXACT for pair in figures)
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return "fails" if isinstance(value, str) else "{:.0e} / {:.0e}".format(*value)
+
+
+def table(rows: Sequence[tuple[Model, Mapping[str, Any]]]) -> str:
+    """Return the table, and below it why some of its figures are what they are."""
+    head = [
+        "model",
+        *(f"{way} {shares}" for way in WAYS for shares in SHARES),
+        "lines: launch",
+        "Accelerate",
+        "YAML",
+    ]
+    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    for model, row in rows:
+        added = [str(lines_added(model.name, way)) for way in ("hetexp", "accelerate")]
+        figures = [cell(row.get(f"{way} {shares}")) for way in WAYS for shares in SHARES]
+        link = f"[{model.what}](../examples/zoo/{model.name}.py)"
+        lines.append(" | ".join([link, *figures, *added, str(yaml_lines(model.name) or "–")]))
+    notes = [f"- {model.label or model.name}: {model.note}." for model, _ in rows if model.note]
+    return "\n".join([*(f"| {line} |" for line in lines), "", *notes])
+
+
+def versions() -> str:
+    names = sorted({name for model in MODELS for name in model.needs} | {"torch", "accelerate"})
+    found = [name for name in names if importlib.util.find_spec(name) is not None]
+    return ", ".join(f"{name} {version(name)}" for name in found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", type=lambda text: text.split(","), help="names of models, with commas")
+    parser.add_argument("--epochs", type=int, default=4, help="of 5 steps each")
+    options = parser.parse_args()
+    rows, wrong = [], []
+    for model in MODELS:
+        if options.only and model.name not in options.only:
+            continue
+        if absent := missing(model):
+            print(f"{model.name}: needs {', '.join(absent)}", flush=True)
+            wrong.append(model.name)
+            continue
+        row = measure(model, options.epochs)
+        rows.append((model, row))
+        for key, value in row.items():
+            print(
+                f"{model.label or model.name}: {key}: {value if isinstance(value, str | int) else cell(value)}",
+                flush=True,
+            )
+        if not is_right(model, row):
+            wrong.append(model.label or model.name)
+    text = f"{table(rows)}\n\nWith {versions()}."
+    print(text)
+    if not options.only:
+        page = PAGE.read_text()
+        before, rest = page.split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+    if wrong:
+        print(f"Not as they should be: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
