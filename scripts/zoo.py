@@ -1,10 +1,10 @@
-"""Trains each model of examples/zoo by all ways, compares them with plain torch, and writes the table of docs/zoo.md.
+"""Trains each model of examples/zoo by all ways, compares them with plain torch, and writes docs/zoo.md.
 
     pip install 'hetexp[zoo]'
     python scripts/zoo.py                        all models, and the table
     python scripts/zoo.py --only bert,gpt2       some of them; the table is printed only
 
-The reference of every row is `python MODEL.py`: the model's own library and torch, on one device, without hetexp.
+The reference of every row is `python MODEL.py`: the model's own library and torch on one device, no hetexp.
 `hetexp launch` runs the same script's second loop, `hetexp train` the same model and data with a YAML file.
 """
 
@@ -179,7 +179,7 @@ def differences(one: Trained, reference: Trained) -> tuple[float, float]:
 
 
 def lines_added(name: str, way: str) -> int:
-    """Return how many statements of a script's loop with hetexp or Accelerate the plain loop does not have."""
+    """Return how many statements of the loop with hetexp or Accelerate the plain loop does not have."""
     functions = {
         node.name: ast.unparse(node.body).splitlines()  # type: ignore[arg-type]  # it takes a list as well
         for node in ast.parse((ZOO / f"{name}.py").read_text()).body
@@ -202,8 +202,8 @@ def yaml_lines(name: str) -> int | None:
 def measure(model: Model, epochs: int) -> dict[str, Any]:
     """Return a row of the table: the figures of each way and shares, or the reason why there are none."""
     row: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         reference = alone(model, "plain", folder, epochs)
         row["steps"] = len(reference.losses)
         for way in model.ways:
@@ -277,13 +277,11 @@ def main() -> int:
             continue
         row = measure(model, options.epochs)
         rows.append((model, row))
+        name = model.label or model.name
         for key, value in row.items():
-            print(
-                f"{model.label or model.name}: {key}: {value if isinstance(value, str | int) else cell(value)}",
-                flush=True,
-            )
+            print(f"{name}, {key}: {value if isinstance(value, str | int) else cell(value)}", flush=True)
         if not is_right(model, row):
-            wrong.append(model.label or model.name)
+            wrong.append(name)
     text = f"{table(rows)}\n\nWith {versions()}."
     print(text)
     if not options.only:

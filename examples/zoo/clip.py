@@ -1,6 +1,7 @@
 """transformers' CLIP: each image is compared with all texts of the batch, each text with all images.
 
-The loss is no sum over samples: it needs the embeddings of the whole batch, which `run.gather` brings from all devices.
+The loss is no sum over samples: it needs the embeddings of the whole batch. `run.gather` brings them from all
+devices.
 """
 
 import torch

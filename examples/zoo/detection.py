@@ -1,8 +1,8 @@
 """torchvision's Faster R-CNN: lists of images of any size and of dicts; the model returns a dict of losses.
 
-Its losses are means over the anchors and proposals that are drawn of all images of a batch. Here all of them are
-taken, equally many of each image: so a mean over them is a mean over images, and no numbers are drawn. The
-environment variable ZOO_DRAWS=1 gives torchvision's own settings, which draw.
+Its losses are means over anchors and proposals that are drawn from the images. Here all are taken, equally
+many of each image: so a mean over them is a mean over images, and no numbers are drawn. The environment
+variable ZOO_DRAWS=1 gives torchvision's own settings, which draw.
 """
 
 import os
@@ -65,6 +65,12 @@ class Photos(Dataset):
 def collate(samples):
     images, targets = zip(*samples, strict=True)
     return list(images), list(targets)
+
+
+def by_name(samples):
+    """Return a batch as the model's arguments, for the YAML file."""
+    images, targets = collate(samples)
+    return {"images": images, "targets": targets}
 
 
 def plain(epochs, report):

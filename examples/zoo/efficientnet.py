@@ -1,4 +1,4 @@
-"""timm's EfficientNet in its smallest version; its BatchNorm layers are timm's own and include the activation."""
+"""timm's EfficientNet in its smallest version; its BatchNorm layers are timm's own, with activation."""
 
 import timm
 import torch

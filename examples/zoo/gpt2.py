@@ -1,8 +1,8 @@
 """transformers' GPT-2 with its own loss, a mean over the tokens that follow another one.
 
-transformers computes this loss in float32, whatever the model's type. So that results can be compared in float64,
-the model here gets the same loss in float64 (`loss_function` is transformers' own way to give one). The environment
-variable ZOO_FLOAT32_LOSS=1 leaves it as it is.
+transformers computes this loss in float32, whatever the model's type. For a comparison in float64 the model
+gets the same loss in float64, by `loss_function`, transformers' own way to give one. The environment variable
+ZOO_FLOAT32_LOSS=1 leaves it as it is.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""torch_geometric's GIN classifies graphs of unequal size; a batch is one large graph, an object of its library."""
+"""torch_geometric's GIN classifies graphs of unequal size; a batch is one large graph, an object."""
 
 import torch
 from common import BATCH, NUM_SAMPLES, Order, generator, main

@@ -1,7 +1,7 @@
 """diffusers' UNet2D learns to find the noise in images.
 
-A script for one device draws noise and time within the loop. Here each sample brings its own, so that it gets the
-same on whatever device it comes to lie.
+A script for one device draws noise and time within the loop. Here each sample brings its own, the same on
+whatever device.
 """
 
 import torch
