@@ -12,15 +12,18 @@ gradients of that pass, so that the exchanges of all ranks come in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.empty_share import zero_with_gradient
@@ -30,20 +33,14 @@ from hetexp.strategy.trial_pass import try_out, undisturbed
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 Waiting = Callable[[], AbstractContextManager[None]]
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that can be synchronised, by name: those with torch's own forward."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and (
-            isinstance(module, (nn.SyncBatchNorm, SynchronisedBatchNorm))
-            or type(module).forward is _BatchNorm.forward
-        )
-    }
+    """Return the BatchNorm layers, by name: torch's, and those of classes that derive from them."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
 class SynchronisedBatchNorm(_BatchNorm):
@@ -62,13 +59,109 @@ class SynchronisedBatchNorm(_BatchNorm):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what ranks do together is no part of a graph
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input [batch, channels, …]."""
-        # If it is computed again in backward, the ranks are no longer in a forward pass together.
-        if not once(lambda: self.training and self.norms.active):
-            return super().forward(input)
+        if not self._is_together():
+            return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
         of_batch = once(lambda: self.norms.statistics(self.index, input))
-        out: Tensor = _Normalise.apply(input, self.weight, self.bias, of_batch, self)  # type: ignore[no-untyped-call]
+        return self._normalised(input, self.weight, self.bias, of_batch, self.eps)
+
+    def _is_together(self) -> bool:
+        # If it is computed again in backward, the ranks are no longer in a forward pass together.
+        return once(lambda: self.training and self.norms.active)
+
+    def _normalised(
+        self, values: Tensor, weight: Tensor | None, bias: Tensor | None, of_batch: _Statistics, eps: float
+    ) -> Tensor:
+        out: Tensor = _Normalise.apply(values, weight, bias, of_batch, self, eps)  # type: ignore[no-untyped-call]
         return out
+
+
+class _SynchronisedSync(SynchronisedBatchNorm, nn.SyncBatchNorm):
+    """Comes before torch's own `SyncBatchNorm` for the classes that derive from that."""
+
+
+class _OwnForward(SynchronisedBatchNorm):
+    """Comes before a class with a forward of its own, such as one that includes the activation.
+
+    That forward goes on to torch's forward, which is `SynchronisedBatchNorm`'s here, or calls
+    `functional.batch_norm`, whose result is then the one of all ranks.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the class's own forward returns."""
+        forward = super().forward
+        if not self._is_together():
+            return forward(*args, **kwargs)
+        first: list[bool] = []
+        once(lambda: first.append(True))
+        tracked = self.num_batches_tracked
+        before = tracked.clone() if tracked is not None and not first else None
+        calls = self.norms.num_calls
+        try:
+            with _Calls(self):
+                out = forward(*args, **kwargs)
+        finally:  # torch ends a computation in backward by an exception once it has what it needs
+            if before is not None and tracked is not None:
+                tracked.copy_(before)
+        if first and self.norms.num_calls == calls:
+            self.norms.warn_once(self.index)
+        return out
+
+    def batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Do what `functional.batch_norm` does, by the statistics of all ranks' values."""
+        if not training:
+            return functional.batch_norm(
+                input, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        of_batch = once(lambda: self.norms.statistics(self.index, input, momentum))
+        return self._normalised(input, weight, bias, of_batch, eps)
+
+
+class _Calls(TorchFunctionMode):
+    """Turns the calls of `functional.batch_norm` within a layer's forward into the layer's own."""
+
+    def __init__(self, layer: _OwnForward) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        called = self._layer.batch_norm if func is functional.batch_norm else func
+        return called(*args, **(kwargs or {}))
+
+
+@cache
+def _synchronised(layer_class: type[_BatchNorm]) -> type[SynchronisedBatchNorm]:
+    """Return the class that a layer of this class gets."""
+    if issubclass(layer_class, SynchronisedBatchNorm):
+        return layer_class
+    if layer_class is nn.SyncBatchNorm or layer_class.forward is _BatchNorm.forward:
+        return SynchronisedBatchNorm
+    base = _SynchronisedSync if issubclass(layer_class, nn.SyncBatchNorm) else SynchronisedBatchNorm
+    # Python's order: the class's own forward, then what is in place of torch's.
+    return type(layer_class.__name__, (_OwnForward, layer_class, base), {"__reduce_ex__": _reduced})
+
+
+def _reduced(layer: SynchronisedBatchNorm, protocol: int) -> Any:
+    """Return what pickle and copy need: the class is made, and has no name that they could find."""
+    return _remade, (type(layer).__mro__[2],), layer.__dict__
+
+
+def _remade(layer_class: type[_BatchNorm]) -> SynchronisedBatchNorm:
+    made = _synchronised(layer_class)
+    return made.__new__(made)
 
 
 @dataclass(frozen=True)
@@ -104,18 +197,32 @@ class SynchronisedNorms:
         self.names, self.layers = list(layers), list(layers.values())
         self.active = False
         """Whether the ranks are in a step together."""
+        self.num_calls = 0
+        """Number of layers' statistics so far."""
+        self._warned: set[int] = set()
         self._model = model
         self._record: _Record | None = None
         """The order of a pass's exchanges; filled by `record`."""
         self._recording = False
         for index, layer in enumerate(self.layers):
-            layer.__class__ = SynchronisedBatchNorm
+            layer.__class__ = _synchronised(type(layer))
             assert isinstance(layer, SynchronisedBatchNorm)
             layer.norms, layer.index = self, index
 
     def __deepcopy__(self, memo: Any) -> SynchronisedNorms:
         """Return this object: a copy of the model (an average of its weights) trains in no step."""
         return self
+
+    def warn_once(self, index: int) -> None:
+        """Warn of a layer that normalises without torch's `batch_norm`, once."""
+        if index not in self._warned and self._communicator.rank == 0:
+            log.warning(
+                "%s is a %s, which normalises by other means than torch's batch_norm: "
+                "its statistics are each rank's own.",
+                self.names[index],
+                type(self.layers[index]).__name__,
+            )
+        self._warned.add(index)
 
     def leave(self) -> None:
         """Leave the other ranks for good; another object of this class may take the layers over."""
@@ -178,18 +285,20 @@ class SynchronisedNorms:
         zero: Tensor = _Absent.apply(before, self, index)  # type: ignore[no-untyped-call]
         return zero
 
-    def statistics(self, index: int, values: Tensor | None) -> _Statistics:
+    def statistics(self, index: int, values: Tensor | None, momentum: float | None = None) -> _Statistics:
         """Return the statistics of all ranks' values, and update the layer's running statistics.
 
         Args:
             index: place of the layer.
             values: this rank's, [batch, channels, …]; `None`: it has none.
+            momentum: of the running statistics, if the layer's own forward has counted the batch.
 
         Raises:
             ValueError: all ranks together have a single value a channel; the same on each of them.
             RuntimeError: the ranks are at different layers.
         """
         home, layer = self._communicator.device, self.layers[index]
+        self.num_calls += 1
         world, rank = self._communicator.world_size, self._communicator.rank
         gathered = torch.zeros(world, 2 + 2 * layer.num_features, dtype=torch.float64, device=home)
         gathered[rank, 0] = index
@@ -218,7 +327,7 @@ class SynchronisedNorms:
                 f"all ranks together have {int(total)}. Set trainer.drop_last=true, or a larger batch."
             )
         if not self._recording:
-            _follow(layer, mean, squares / (total - 1))
+            _follow(layer, mean, squares / (total - 1), momentum)
         dtype = _wide_type(values.dtype) if values is not None else mean.dtype
         device = values.device if values is not None else home
         return _Statistics(*(t.to(device, dtype) for t in (total, mean, squares / total)))
@@ -279,13 +388,14 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         of_batch: _Statistics,
         layer: SynchronisedBatchNorm,
+        eps: float,
     ) -> Tensor:
-        ctx.layer, ctx.has_bias = layer, bias is not None
+        ctx.layer, ctx.has_bias, ctx.eps = layer, bias is not None, eps
         ctx.save_for_backward(values, weight, of_batch.count, of_batch.mean, of_batch.variance)
         wide = _wide(values)
         mean, variance = of_batch.mean, of_batch.variance
         weight, bias = (t.to(wide.dtype) if t is not None else None for t in (weight, bias))
-        out = functional.batch_norm(wide, mean, variance, weight, bias, training=False, eps=layer.eps)
+        out = functional.batch_norm(wide, mean, variance, weight, bias, training=False, eps=eps)
         return out.to(values.dtype)
 
     @staticmethod
@@ -294,7 +404,7 @@ class _Normalise(torch.autograd.Function):
         layer: SynchronisedBatchNorm = ctx.layer
         gradient = _wide(gradients[0])
         dims, shape = _dims(values), [1, -1, *[1] * (values.dim() - 2)]
-        scale = (variance + layer.eps).rsqrt()
+        scale = (variance + ctx.eps).rsqrt()
         centred = _wide(values) - mean.reshape(shape)
         sums = torch.stack([gradient.sum(dims), (gradient * centred).sum(dims)])
         of_weight = (sums[1] * scale).to(weight.dtype) if weight is not None else None
@@ -307,7 +417,7 @@ class _Normalise(torch.autograd.Function):
             of_values = gradient - by_mean.reshape(shape) - centred * (by_scale * scale**2).reshape(shape)
             factor = scale * weight if weight is not None else scale
             of_values = (of_values * factor.reshape(shape)).to(values.dtype)
-        return of_values, of_weight, of_bias, None, None
+        return of_values, of_weight, of_bias, None, None, None
 
 
 class _Absent(torch.autograd.Function):
@@ -324,16 +434,21 @@ class _Absent(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def _follow(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
-    """Update the running statistics by the batch's, as `torch.nn.BatchNorm1d` does."""
+def _follow(layer: _BatchNorm, mean: Tensor, unbiased: Tensor, momentum: float | None) -> None:
+    """Update the running statistics by the batch's, as `torch.nn.BatchNorm1d` does.
+
+    Args:
+        momentum: if the layer has counted the batch; `None`: count it, and take the layer's own.
+    """
     if layer.running_mean is None or layer.running_var is None:
         return
     assert layer.num_batches_tracked is not None
     with torch.no_grad():
-        layer.num_batches_tracked.add_(1)
-        momentum = layer.momentum
-        if momentum is None:  # all batches count alike
-            momentum = 1.0 / float(layer.num_batches_tracked)
+        if momentum is None:
+            layer.num_batches_tracked.add_(1)
+            momentum = layer.momentum
+            if momentum is None:  # all batches count alike
+                momentum = 1.0 / float(layer.num_batches_tracked)
         for running, now in ((layer.running_mean, mean), (layer.running_var, unbiased)):
             running.lerp_(now.to(running.device, running.dtype), momentum)
 
