@@ -23,6 +23,9 @@ IGNORED = -100  # label of a token that does not count, as in torch and transfor
 class Order(Sampler):
     """Batches in the order in which hetexp draws samples, for a comparison; else `shuffle=True` would do."""
 
+    reverses = False
+    """Whether each batch has its samples in the opposite order, which changes rounding only."""
+
     def __init__(self, dataset):
         self.sampler, self.next = GlobalSampler(len(dataset), BATCH, seed=0), Position()
         self.batch_size = BATCH
@@ -33,7 +36,7 @@ class Order(Sampler):
     def __iter__(self):
         for _ in range(len(self)):
             indices, self.next = self.sampler.batch(self.next)
-            yield indices.tolist()
+            yield indices.tolist()[:: -1 if self.reverses else 1]
 
 
 def generator(index):
@@ -51,8 +54,10 @@ def main(plain, with_hetexp, with_accelerate):
     parser = argparse.ArgumentParser()
     parser.add_argument("way", nargs="?", default="plain", choices=("plain", "hetexp", "accelerate"))
     parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--reversed", action="store_true", help="take each batch's samples backwards")
     parser.add_argument("--out", type=Path, help="file for the losses and the trained parameters")
     options = parser.parse_args()
+    Order.reverses = options.reversed
     losses = []
 
     def report(loss):

@@ -41,7 +41,7 @@ class Molecules(Dataset):
 
 def plain(epochs, report):
     model, data = build(), Molecules()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
     loader = DataLoader(data, batch_sampler=Order(data), collate_fn=Batch.from_data_list)
     for _ in range(epochs):
         for graphs in loader:
@@ -57,7 +57,7 @@ def with_hetexp(epochs, report):
     import hetexp
 
     model, data = build(), Molecules()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
     collate = Batch.from_data_list
     run = hetexp.setup(model, optimizer, data, global_batch_size=BATCH, collate=collate, log_every=1)
     for _ in range(run.epoch, epochs):
@@ -76,7 +76,7 @@ def with_accelerate(epochs, report):
     model, data = build(), Molecules()
     if accelerator.num_processes > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
     loader = DataLoader(data, batch_sampler=Order(data), collate_fn=Batch.from_data_list)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(epochs):
