@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import importlib
 import importlib.util
 import json
 import os
@@ -34,7 +35,7 @@ PAGE = ROOT / "docs" / "zoo.md"
 BEGIN, END = "<!-- table of scripts/zoo.py -->", "<!-- /table -->"
 EXACT = 1e-12
 ROUNDING = "torch alone, rows reversed"
-"""The plain script again, with the samples of each batch backwards: what rounding alone does on one device."""
+"""The plain script again, each batch's samples backwards: what rounding alone does on one device."""
 SHARES = {"3:1": (3, 1), "5:2:1": (5, 2, 1)}
 WAYS = ("launch", "train")
 
@@ -133,12 +134,21 @@ def run(command: Sequence[str], settings: Mapping[str, str]) -> str:
     return ended.stdout
 
 
-def alone(model: Model, way: str, folder: Path, epochs: int, *options: str) -> Trained:
-    """Train on one device without hetexp: `plain` or `accelerate`."""
-    out = folder / f"{way}.pt"
-    run([f"{model.name}.py", way, "--epochs", str(epochs), "--out", str(out), *options], model.settings)
-    saved = torch.load(out)
-    return Trained(saved["losses"], saved["parameters"])
+def alone(model: Model, way: str, epochs: int, backwards: bool = False) -> Trained:
+    """Train on one device without hetexp, in this process, by the script's loop of that name."""
+    if str(ZOO) not in sys.path:
+        sys.path.insert(0, str(ZOO))
+    script, order = importlib.import_module(model.name), importlib.import_module("common").Order
+    losses: list[float] = []
+    order.reverses = backwards
+    os.environ.update(model.settings)
+    try:
+        trained = getattr(script, way)(epochs, lambda loss: losses.append(loss.item()))
+    finally:
+        order.reverses = False
+        for name in model.settings:
+            del os.environ[name]
+    return Trained(losses, {name: value.clone() for name, value in trained.state_dict().items()})
 
 
 def together(model: Model, way: str, shares: Sequence[int], folder: Path, epochs: int) -> Trained:
@@ -149,6 +159,7 @@ def together(model: Model, way: str, shares: Sequence[int], folder: Path, epochs
         "balancing=manual",
         f"balancing.weights={list(shares)}".replace(" ", ""),
         "hardware.threads_per_rank=1",
+        "launch.start_method=forkserver",
         "logger=none",
         "diagram=false",
         "monitor=none",
@@ -204,11 +215,12 @@ def yaml_lines(name: str) -> int | None:
 def measure(model: Model, epochs: int) -> dict[str, Any]:
     """Return a row of the table: the figures of each way and shares, or the reason why there are none."""
     row: dict[str, Any] = {}
+    reference = alone(model, "plain", epochs)
+    row["steps"] = len(reference.losses)
+    row[ROUNDING] = differences(alone(model, "plain", epochs, backwards=True), reference)
+    row["accelerate"] = differences(alone(model, "with_accelerate", epochs), reference)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        reference = alone(model, "plain", folder, epochs)
-        row["steps"] = len(reference.losses)
-        row[ROUNDING] = differences(alone(model, "plain", folder, epochs, "--reversed"), reference)
         for way in model.ways:
             for shares, parts in SHARES.items():
                 try:
@@ -216,11 +228,6 @@ def measure(model: Model, epochs: int) -> dict[str, Any]:
                     row[f"{way} {shares}"] = differences(trained, reference)
                 except RunError as error:
                     row[f"{way} {shares}"] = str(error)
-        if not model.settings:
-            try:
-                row["accelerate"] = differences(alone(model, "accelerate", folder, epochs), reference)
-            except RunError as error:
-                row["accelerate"] = str(error)
     return row
 
 

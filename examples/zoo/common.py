@@ -7,7 +7,6 @@ hetexp launch bert.py -- hetexp       the same with hetexp, on the devices of th
 
 import argparse
 import json
-from pathlib import Path
 
 import torch
 from torch.utils.data import Sampler
@@ -54,19 +53,14 @@ def main(plain, with_hetexp, with_accelerate):
     parser = argparse.ArgumentParser()
     parser.add_argument("way", nargs="?", default="plain", choices=("plain", "hetexp", "accelerate"))
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--reversed", action="store_true", help="take each batch's samples backwards")
-    parser.add_argument("--out", type=Path, help="file for the losses and the trained parameters")
     options = parser.parse_args()
-    Order.reverses = options.reversed
     losses = []
 
     def report(loss):
         losses.append(loss.item())
 
     loop = {"plain": plain, "hetexp": with_hetexp, "accelerate": with_accelerate}[options.way]
-    model = loop(options.epochs, report)
+    loop(options.epochs, report)
     if options.way == "hetexp":
-        return  # `hetexp launch` logs the losses and keeps the parameters
+        return  # `hetexp launch` logs the losses
     print(json.dumps({"first": losses[0], "last": losses[-1]}))
-    if options.out:
-        torch.save({"losses": losses, "parameters": model.state_dict()}, options.out)
