@@ -52,7 +52,7 @@ def contrastive_loss(images, texts, scale):
 
 def plain(epochs, report):
     model, data = build(), Captioned()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6)
     loader = DataLoader(data, batch_sampler=Order(data), collate_fn=collate)
     for _ in range(epochs):
         for batch in loader:
@@ -69,7 +69,7 @@ def with_hetexp(epochs, report):
     import hetexp
 
     model, data = build(), Captioned()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6)
     run = hetexp.setup(model, optimizer, data, global_batch_size=BATCH, collate=collate, log_every=1)
     for _ in range(run.epoch, epochs):
         for batch in run.batches():
@@ -88,7 +88,7 @@ def with_accelerate(epochs, report):
 
     accelerator = Accelerator()
     model, data = build(), Captioned()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6)
     loader = DataLoader(data, batch_sampler=Order(data), collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(epochs):
