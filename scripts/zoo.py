@@ -68,7 +68,7 @@ IN_FLOAT32 = (
     "is computed in float32, where a gradient rounds otherwise if ranks or counts scale it on its way"
 )
 DRAWN = "draws anchors and proposals at random, and each device draws its own"
-ANCHORS = "torchvision returns the loss of the anchors in float32, its gradient in float64"
+ANCHORS = "torchvision computes the loss of the anchors in float32"
 COUPLED = "a loss that couples the samples of a batch is no sum over them: no YAML file can name it"
 MODELS = (
     Model("resnet", "timm ResNet-50, BatchNorm", TIMM),
