@@ -7,7 +7,7 @@ JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers shape check browser second-venv clean
+.PHONY: help setup demo test lint types layers shape check zoo browser second-venv clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,10 @@ layers: $(INSTALLED) ## imports go down only
 
 shape: $(INSTALLED) ## the package's shape gets no worse: circles, long files, the way to a step
 	$(BIN)/python scripts/shape.py --check
+
+zoo: $(INSTALLED) ## models that nobody here wrote, trained on unequal shares and compared with plain torch: docs/zoo.md
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[zoo]'
+	$(BIN)/python scripts/zoo.py
 
 browser: $(INSTALLED) ## Playwright, for the tests of the dashboard's page; your system has the browser (apt-get install chromium)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'

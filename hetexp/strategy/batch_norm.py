@@ -12,74 +12,39 @@ gradients of that pass, so that the exchanges of all ranks come in one order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.empty_share import zero_with_gradient
 from hetexp.comm.forms import sparse_parameters
-from hetexp.model.recompute import once
+from hetexp.strategy.batch_norm_layer import (
+    Statistics,
+    SynchronisedBatchNorm,
+    dims,
+    synchronised_class,
+    wide,
+    wide_type,
+)
 from hetexp.training.measuring.trial_pass import try_out, undisturbed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 Waiting = Callable[[], AbstractContextManager[None]]
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that can be synchronised, by name: those with torch's own forward."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and (
-            isinstance(module, (nn.SyncBatchNorm, SynchronisedBatchNorm))
-            or type(module).forward is _BatchNorm.forward
-        )
-    }
-
-
-class SynchronisedBatchNorm(_BatchNorm):
-    """The class that a BatchNorm layer gets; the object keeps its names, weights and hooks.
-
-    Outside of training steps (in evaluation, or in a trial pass of one rank) it works as before.
-    """
-
-    norms: SynchronisedNorms
-    index: int
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least a 2D input (got {input.dim()}D input)")
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what ranks do together is no part of a graph
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input [batch, channels, …]."""
-        # If it is computed again in backward, the ranks are no longer in a forward pass together.
-        if not once(lambda: self.training and self.norms.active):
-            return super().forward(input)
-        self._check_input_dim(input)
-        of_batch = once(lambda: self.norms.statistics(self.index, input))
-        out: Tensor = _Normalise.apply(input, self.weight, self.bias, of_batch, self)  # type: ignore[no-untyped-call]
-        return out
-
-
-@dataclass(frozen=True)
-class _Statistics:
-    """Statistics of the whole batch on the values' device; all but `count` are [channels]."""
-
-    count: Tensor
-    mean: Tensor
-    variance: Tensor
-    """Biased: over the count."""
+    """Return the BatchNorm layers, by name: torch's, and those of classes that derive from them."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
 class SynchronisedNorms:
@@ -105,18 +70,33 @@ class SynchronisedNorms:
         self.names, self.layers = list(layers), list(layers.values())
         self.active = False
         """Whether the ranks are in a step together."""
+        self.num_calls = 0
+        """Number of layers' statistics so far."""
+        self._warned: set[int] = set()
         self._model = model
         self._record: _Record | None = None
         """The order of a pass's exchanges; filled by `record`."""
         self._recording = False
         for index, layer in enumerate(self.layers):
-            layer.__class__ = SynchronisedBatchNorm
+            kind: Any = type(layer)
+            layer.__class__ = synchronised_class(kind)
             assert isinstance(layer, SynchronisedBatchNorm)
             layer.norms, layer.index = self, index
 
     def __deepcopy__(self, memo: Any) -> SynchronisedNorms:
         """Return this object: a copy of the model (an average of its weights) trains in no step."""
         return self
+
+    def warn_once(self, index: int) -> None:
+        """Warn of a layer that normalises without torch's `batch_norm`, once."""
+        if index not in self._warned and self._communicator.rank == 0:
+            log.warning(
+                "%s is a %s, which normalises by other means than torch's batch_norm: "
+                "its statistics are each rank's own.",
+                self.names[index],
+                type(self.layers[index]).__name__,
+            )
+        self._warned.add(index)
 
     def leave(self) -> None:
         """Leave the other ranks for good; another object of this class may take the layers over."""
@@ -179,18 +159,20 @@ class SynchronisedNorms:
         zero: Tensor = _Absent.apply(before, self, index)  # type: ignore[no-untyped-call]
         return zero
 
-    def statistics(self, index: int, values: Tensor | None) -> _Statistics:
+    def statistics(self, index: int, values: Tensor | None, momentum: float | None = None) -> Statistics:
         """Return the statistics of all ranks' values, and update the layer's running statistics.
 
         Args:
             index: place of the layer.
             values: this rank's, [batch, channels, …]; `None`: it has none.
+            momentum: of the running statistics, if the layer's own forward has counted the batch.
 
         Raises:
             ValueError: all ranks together have a single value a channel; the same on each of them.
             RuntimeError: the ranks are at different layers.
         """
         home, layer = self._communicator.device, self.layers[index]
+        self.num_calls += 1
         world, rank = self._communicator.world_size, self._communicator.rank
         gathered = torch.zeros(world, 2 + 2 * layer.num_features, dtype=torch.float64, device=home)
         gathered[rank, 0] = index
@@ -198,7 +180,7 @@ class SynchronisedNorms:
         if values is not None:
             count = values.numel() // values.shape[1]
             if count:
-                variance, mean = torch.var_mean(_wide(values.detach()), _dims(values), correction=0)
+                variance, mean = torch.var_mean(wide(values.detach()), dims(values), correction=0)
                 gathered[rank, 1] = count
                 gathered[rank, 2:] = torch.cat([mean, variance * count]).to(home)
         if self._recording:
@@ -219,10 +201,10 @@ class SynchronisedNorms:
                 f"all ranks together have {int(total)}. Set trainer.drop_last=true, or a larger batch."
             )
         if not self._recording:
-            _follow(layer, mean, squares / (total - 1))
-        dtype = _wide_type(values.dtype) if values is not None else mean.dtype
+            _follow(layer, mean, squares / (total - 1), momentum)
+        dtype = wide_type(values.dtype) if values is not None else mean.dtype
         device = values.device if values is not None else home
-        return _Statistics(*(t.to(device, dtype) for t in (total, mean, squares / total)))
+        return Statistics(*(t.to(device, dtype) for t in (total, mean, squares / total)))
 
     def add_up(self, layer_index: int, sums: Tensor | None) -> Tensor | None:
         """Return the sum over the ranks of backward's sums; `None` on a rank without samples.
@@ -269,48 +251,6 @@ class _Record:
         """Indices of layers that exchange sums, and parameters that get their gradient, in order."""
 
 
-class _Normalise(torch.autograd.Function):
-    """Normalises by given statistics; the gradient includes their dependence on the values."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        of_batch: _Statistics,
-        layer: SynchronisedBatchNorm,
-    ) -> Tensor:
-        ctx.layer, ctx.has_bias = layer, bias is not None
-        ctx.save_for_backward(values, weight, of_batch.count, of_batch.mean, of_batch.variance)
-        wide = _wide(values)
-        mean, variance = of_batch.mean, of_batch.variance
-        weight, bias = (t.to(wide.dtype) if t is not None else None for t in (weight, bias))
-        out = functional.batch_norm(wide, mean, variance, weight, bias, training=False, eps=layer.eps)
-        return out.to(values.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        values, weight, count, mean, variance = ctx.saved_tensors
-        layer: SynchronisedBatchNorm = ctx.layer
-        gradient = _wide(gradients[0])
-        dims, shape = _dims(values), [1, -1, *[1] * (values.dim() - 2)]
-        scale = (variance + layer.eps).rsqrt()
-        centred = _wide(values) - mean.reshape(shape)
-        sums = torch.stack([gradient.sum(dims), (gradient * centred).sum(dims)])
-        of_weight = (sums[1] * scale).to(weight.dtype) if weight is not None else None
-        of_bias = sums[0].to(weight.dtype) if ctx.has_bias else None
-        of_values = None
-        if ctx.needs_input_grad[0]:
-            total = layer.norms.add_up(layer.index, sums)
-            assert total is not None
-            by_mean, by_scale = (total / count).unbind()
-            of_values = gradient - by_mean.reshape(shape) - centred * (by_scale * scale**2).reshape(shape)
-            factor = scale * weight if weight is not None else scale
-            of_values = (of_values * factor.reshape(shape)).to(values.dtype)
-        return of_values, of_weight, of_bias, None, None
-
-
 class _Absent(torch.autograd.Function):
     """Passes a gradient on, and takes part in one layer's exchange without samples."""
 
@@ -325,27 +265,20 @@ class _Absent(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def _follow(layer: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
-    """Update the running statistics by the batch's, as `torch.nn.BatchNorm1d` does."""
+def _follow(layer: _BatchNorm, mean: Tensor, unbiased: Tensor, momentum: float | None) -> None:
+    """Update the running statistics by the batch's, as `torch.nn.BatchNorm1d` does.
+
+    Args:
+        momentum: if the layer has counted the batch; `None`: count it, and take the layer's own.
+    """
     if layer.running_mean is None or layer.running_var is None:
         return
     assert layer.num_batches_tracked is not None
     with torch.no_grad():
-        layer.num_batches_tracked.add_(1)
-        momentum = layer.momentum
-        if momentum is None:  # all batches count alike
-            momentum = 1.0 / float(layer.num_batches_tracked)
+        if momentum is None:
+            layer.num_batches_tracked.add_(1)
+            momentum = layer.momentum
+            if momentum is None:  # all batches count alike
+                momentum = 1.0 / float(layer.num_batches_tracked)
         for running, now in ((layer.running_mean, mean), (layer.running_var, unbiased)):
             running.lerp_(now.to(running.device, running.dtype), momentum)
-
-
-def _dims(values: Tensor) -> list[int]:
-    return [dim for dim in range(values.dim()) if dim != 1]
-
-
-def _wide_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(_wide_type(values.dtype))

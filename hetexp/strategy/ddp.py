@@ -265,7 +265,7 @@ def _warn_of_batch_norm(model: nn.Module, communicator: Communicator) -> None:
     """Warn of BatchNorm layers that are not exact: each rank has its own statistics of a batch."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from hetexp.strategy.batch_norm import SynchronisedBatchNorm
+    from hetexp.strategy.batch_norm_layer import SynchronisedBatchNorm
 
     names = [
         name

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.empty_share import EmptyShareGuard
 from hetexp.model.recompute import recompute_layers
-from hetexp.strategy.batch_norm import SynchronisedNorms, batch_norms
+from hetexp.strategy.batch_norm import SynchronisedNorms
 
 
 @pytest.fixture(autouse=True)
@@ -278,10 +278,94 @@ def test_waiting_for_others_is_told_apart() -> None:
     assert waits == [4, 4]
 
 
-def test_layers_with_a_forward_of_their_own_stay() -> None:
-    class Own(nn.BatchNorm1d):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input) * 2
+class WithActivation(nn.BatchNorm2d):
+    """As timm's `BatchNormAct2d`: it counts the batches itself and calls the function."""
 
-    model = nn.ModuleDict({"own": Own(3), "plain": nn.BatchNorm1d(3), "sync": nn.SyncBatchNorm(3)})
-    assert list(batch_norms(model)) == ["plain", "sync"]
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        training = self.training or self.running_mean is None
+        return nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, training, factor, self.eps
+        ).relu()
+
+
+class Doubled(nn.BatchNorm2d):
+    """It goes on to torch's own forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class SyncWithActivation(nn.SyncBatchNorm):
+    """As timm's `SyncBatchNormAct`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class OnOneDevice(nn.BatchNorm2d):
+    """What `SyncWithActivation` computes, for a device without a group."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (WithActivation, {}),
+        (WithActivation, {"momentum": None, "eps": 0.1}),
+        (WithActivation, {"track_running_stats": False, "affine": False}),
+        (Doubled, {}),
+        (SyncWithActivation, {}),
+    ],
+)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_layers_with_a_forward_of_their_own(
+    kind: type[nn.Module], options: dict[str, Any], recomputed: bool
+) -> None:
+    def net(norm: type[nn.Module]) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(2, 3, 3), norm(3, **options), nn.Conv2d(3, 3, 1), norm(3, **options)]
+        return nn.Sequential(*layers, nn.BatchNorm2d(3)).double()
+
+    model, inputs = net(kind), samples(8, 2, 4, 4)
+    reference = net(OnOneDevice if kind is SyncWithActivation else kind)
+    for _ in range(2):
+        weigh(reference(inputs)).backward()
+    if recomputed:
+        recompute_layers(model)
+
+    def rank_of(communicator: Communicator) -> tuple[Tensor | None, nn.Module]:
+        own = copy.deepcopy(model)
+        guard = EmptyShareGuard(own)
+        norms = guard.norms = SynchronisedNorms(own, communicator)
+        norms.record(inputs[:2])
+        mine = [inputs[:5], inputs[5:], None][communicator.rank]
+        for _ in range(2):
+            output = guard(mine)
+            (output if mine is None else weigh(output)).backward()
+        return output, own
+
+    ranks = FakeGroup(3).run(rank_of)
+    assert_same(ranks, reference, 1e-12)
+    shown = copy.deepcopy(ranks[0][1]).eval()
+    torch.testing.assert_close(shown(inputs), reference.eval()(inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_that_normalises_by_itself_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class ByItself(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return (input - input.mean(0)) / (input.std(0) + 1)
+
+    on_ranks(nn.Sequential(nn.Conv2d(2, 3, 1), ByItself(3)).double(), samples(8, 2, 4, 4), (5, 3))
+    assert [
+        record.message
+        for record in caplog.records
+        if "ByItself" in record.message and "1 is" in record.message
+    ]
