@@ -19,11 +19,11 @@ ROOT = Path(hetexp.__file__).resolve().parent.parent
 ZOO = ROOT / "examples" / "zoo"
 UNEQUAL = ("hardware.devices=[cpu,cpu,cpu]", "balancing=manual", "balancing.weights=[5,2,1]")
 EPOCHS, STEPS = 2, 10
+# Not Faster R-CNN and T5, which compute a part in float32: scripts/zoo.py compares them as far as that goes.
 NEEDS = {
     "bart": ["transformers"],
     "bert": ["transformers"],
     "clip": ["transformers"],
-    "detection": ["torchvision"],
     "efficientnet": ["torchvision", "timm"],
     "gpt2": ["transformers"],
     "graph": ["torch_geometric"],
