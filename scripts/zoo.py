@@ -140,11 +140,13 @@ def alone(model: Model, way: str, epochs: int, backwards: bool = False) -> Train
     return Trained(losses, {name: value.clone() for name, value in trained.state_dict().items()})
 
 
-def together(model: Model, way: str, shares: Sequence[int], folder: Path, epochs: int) -> Trained:
-    """Train on as many CPU ranks as there are shares, by `launch` or `train`."""
+def together(
+    model: Model, way: str, shares: Sequence[int], folder: Path, epochs: int, devices: Sequence[str]
+) -> Trained:
+    """Train on a rank for each share, on CPU ranks unless devices are given, by `launch` or `train`."""
     run_dir = folder / f"{way}-{len(shares)}"
     options = [
-        f"hardware.devices=[{','.join(['cpu'] * len(shares))}]",
+        f"hardware.devices=[{','.join(devices or ['cpu'] * len(shares))}]",
         "balancing=manual",
         f"balancing.weights={list(shares)}".replace(" ", ""),
         "hardware.threads_per_rank=1",
@@ -199,7 +201,7 @@ def yaml_lines(name: str) -> str:
     return str(sum(not line.startswith("#") for line in lines) or "–")
 
 
-def measure(model: Model, epochs: int) -> dict[str, Any]:
+def measure(model: Model, epochs: int, devices: Sequence[str] = ()) -> dict[str, Any]:
     """Return a row of the table: the figures of each way and shares, or the reason why there are none."""
     row: dict[str, Any] = {}
     for setting in filter(None, (other.setting for other in MODELS)):
@@ -214,8 +216,10 @@ def measure(model: Model, epochs: int) -> dict[str, Any]:
         folder = Path(place)
         for way in model.ways:
             for shares, parts in SHARES.items():
+                if devices and len(devices) != len(parts):
+                    continue
                 try:
-                    trained = together(model, way, parts, folder, epochs)
+                    trained = together(model, way, parts, folder, epochs, devices)
                     row[f"{way} {shares}"] = differences(trained, reference)
                 except RunError as error:
                     row[f"{way} {shares}"] = str(error)
@@ -263,6 +267,12 @@ def main() -> int:
     parser.add_argument("--only", type=lambda text: text.split(","), help="names of models, with commas")
     parser.add_argument("--epochs", type=int, default=4, help="of 5 steps each")
     parser.add_argument("--figures", type=Path, help="JSON file that keeps the figures of each model")
+    parser.add_argument(
+        "--devices",
+        type=lambda text: text.split(","),
+        default=[],
+        help="of the ranks, with commas, as cuda:0,cpu; then the page stays as it is",
+    )
     options = parser.parse_args()
     kept = options.figures is not None and options.figures.exists()
     rows: dict[str, dict[str, Any]] = json.loads(options.figures.read_text()) if kept else {}
@@ -272,7 +282,7 @@ def main() -> int:
         if absent := missing(model):
             print(f"{model.title}: needs {', '.join(absent)}", flush=True)
             continue
-        row = rows[model.title] = measure(model, options.epochs)
+        row = rows[model.title] = measure(model, options.epochs, options.devices)
         for key, value in row.items():
             shown = value if isinstance(value, str | int) else cell(value)
             print(f"{model.title}, {key}: {shown}", flush=True)
@@ -281,7 +291,7 @@ def main() -> int:
     measured = [(model, rows[model.title]) for model in MODELS if model.title in rows]
     text = f"{table(measured)}\n\nWith {versions()}."
     print(text)
-    if len(measured) == len(MODELS):
+    if len(measured) == len(MODELS) and not options.devices:
         page = PAGE.read_text()
         before, rest = page.split(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
