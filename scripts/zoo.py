@@ -119,7 +119,8 @@ def run(command: Sequence[str]) -> str:
     Raises:
         RunError: it failed.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [sys.executable, *command], cwd=ZOO, env=environment, capture_output=True, text=True, check=False
     )
@@ -137,7 +138,7 @@ def alone(model: Model, way: str, epochs: int, backwards: bool = False) -> Train
     losses: list[float] = []
     order.reverses = backwards
     trained = getattr(script, way)(epochs, lambda loss: losses.append(loss.item()))
-    return Trained(losses, {name: value.clone() for name, value in trained.state_dict().items()})
+    return Trained(losses, {name: value.cpu().clone() for name, value in trained.state_dict().items()})
 
 
 def together(
@@ -210,8 +211,9 @@ def measure(model: Model, epochs: int, devices: Sequence[str] = ()) -> dict[str,
         os.environ[model.setting] = "1"
     reference = alone(model, "plain", epochs)
     row["steps"] = len(reference.losses)
-    row[ROUNDING] = differences(alone(model, "plain", epochs, backwards=True), reference)
-    row["accelerate"] = differences(alone(model, "with_accelerate", epochs), reference)
+    if not devices:  # Accelerate would take the card in this process
+        row[ROUNDING] = differences(alone(model, "plain", epochs, backwards=True), reference)
+        row["accelerate"] = differences(alone(model, "with_accelerate", epochs), reference)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for way in model.ways:

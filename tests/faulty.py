@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hetexp.core.device import GIB
+from hetexp.training.saving.data_facts import PLACES
 
 FAULTS: dict[str, Callable[[], object]] = {
     "raise": lambda: _fail("this sample is broken"),
@@ -29,6 +30,10 @@ FAULTS: dict[str, Callable[[], object]] = {
     "sys.exit": lambda: sys.exit("enough of this"),
     "hang": lambda: threading.Event().wait(),
 }
+
+
+COMPARED = 2 * PLACES
+"""Reads of samples that ranks compare before they train."""
 
 
 def my_rank() -> int:
@@ -47,20 +52,21 @@ class Data:
 
     Args:
         fault: what goes wrong on rank 1, see `FAULTS`.
-        after: samples that can be read before; -1: not even the data set can be built.
+        after: samples that can be read before, without those that ranks compare at the start; -1: not even
+            the data set can be built.
         longer: samples that rank 1 has more than the others.
     """
 
     facts = {"input_shape": [4], "num_classes": 2}
 
     def __init__(self, fault: str | None = None, after: int = 0, longer: int = 0) -> None:
-        self.fault, self.after, self.read = fault, after, 0
+        self.fault, self.after, self.read = fault, after if after < 0 else after + COMPARED, 0
         self.length = 64 + (longer and longer * my_rank())
         self._maybe_fail()
 
     def _maybe_fail(self) -> None:
         if self.fault is not None and self.read > self.after and my_rank() == 1:
-            print(f"rank 1 was here, at its sample {self.read}", flush=True)
+            print(f"rank 1 was here, at its sample {self.read - COMPARED}", flush=True)
             FAULTS[self.fault]()
         self.read += 1
 

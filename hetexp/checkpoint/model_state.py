@@ -148,7 +148,8 @@ def _without_wrappers(name: str, wrappers: set[str]) -> str:
 
 
 def _mismatch(accepted: str, verb: str, items: list[str]) -> str:
-    return f"`resume` must name a checkpoint with {accepted}, but it {verb} {_few(items)}."
+    fix = "Repeat the whole command of its run, with `resume=` added."
+    return f"`resume` must name a checkpoint with {accepted}, but it {verb} {_few(items)}. {fix}"
 
 
 def _few(items: list[str]) -> str:

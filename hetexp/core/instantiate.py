@@ -86,6 +86,7 @@ def instantiate(node: Mapping[str, Any], /, **extra: Any) -> Any:
 
     Raises:
         ConfigError: the class refused its arguments with one, or `only_trusted` refuses a class.
+        Exception: any other error of a constructor.
     """
     import hydra.utils
     from hydra.errors import InstantiationException
@@ -95,10 +96,8 @@ def instantiate(node: Mapping[str, Any], /, **extra: Any) -> Any:
     try:
         return hydra.utils.instantiate(dict(node), _convert_="all", **extra)
     except InstantiationException as error:
-        # Hydra wraps what a constructor raises; ours are meant for the user and pass unchanged.
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        raise
+        # Hydra wraps what a constructor raises, and its message has the reason on a later line.
+        raise error.__cause__ or error from None
 
 
 def locate(target: str, key: str = "_target_") -> Any:

@@ -112,6 +112,11 @@ def _build_ungrouped(
     dtype = torch.float64 if plan.precisions[rank] == "float64" else torch.float32
     head = indexed(same_shape(train), 2)
     first = first_batch(head, data.collate, plan)
+    if loss.counts_rows and not data.collate.has_rows:
+        accepted = (
+            "the dotted path of a function that counts a batch's samples, where its tensors have no rows"
+        )
+        raise ConfigError(must_be("loss.count", accepted, config.loss.count))
     batch_counts(loss, [first[1]])  # what it cannot count is refused here
     model = _build_model(config, data.facts, first[0], dtype)
     check_hooks(model, train)

@@ -144,6 +144,7 @@ class Optimizer(torch.optim.AdamW):
         watch().at("update")
         result = super().step(closure)
         first = self.state[self.param_groups[0]["params"][0]]
-        watch().updated(int(first["step"]))
+        if len(self.param_groups[0]["params"]) > 1:  # a resume tries the optimizer on a parameter of its own
+            watch().updated(int(first["step"]))
         watch().at("updated")
         return result

@@ -15,6 +15,7 @@ from support import Run, difference, start_script
 
 from hetexp.core.errors import RunFailedError
 from hetexp.core.split import apportion, normalise
+from hetexp.training.saving.data_facts import PLACES
 
 SCRIPT = Path(own_loop.__file__)
 SHARES = ("hardware.devices=[cpu,cpu,cpu]", "balancing=manual", "balancing.weights=[24,6,2]")
@@ -146,7 +147,7 @@ def test_a_script_that_draws_repeats(tmp_path: Path, ranks: int, workers: int) -
     assert splits == [splits[0]] * len(logs)
     drawn = [{line for line in log if line.startswith("drawn")} for log in logs]
     if ranks > 1 and not workers:
-        assert drawn[0] and not drawn[0] & drawn[1]
+        assert len(drawn[0] & drawn[1]) <= 2 * PLACES < len(drawn[0])  # but for those that ranks compare
 
 
 def test_emulated_cards_are_paced_and_followed(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.data.synthetic import Synthetic
 from hetexp.model.mlp import MLP
 from hetexp.report.diagram.files import has_dot
+from hetexp.training.saving.data_facts import PLACES
 
 TINY = (
     "model=mlp",
@@ -220,8 +221,9 @@ def test_a_persons_own_model_data_and_loss(train: Train, user_code: Path) -> Non
     # Cases 3 and 4: 25 samples in batches of 8 end with a batch of one, which leaves a rank without any.
     assert run.summary["steps"] == 4
     assert run.summary["samples"] == 25
-    # Each sample once, and the first two a second time a rank: they show the model's inputs to the backend.
-    assert [i for i in read_by_ranks(user_code) if i > 1] == list(range(2, 25))
+    # Each sample once, but those that ranks read before: to compare their data, and to try the model.
+    at_start = {0, 1, 6, 12, 18, 24}
+    assert [i for i in read_by_ranks(user_code) if i not in at_start] == sorted(set(range(25)) - at_start)
     assert all(math.isfinite(loss) for loss in run.losses)
 
 
@@ -278,8 +280,8 @@ def test_random_splits_and_samples_follow_the_seed(
     splits = [rank for run in (one, again) for rank in logged(run, "split")]
     assert splits == [splits[0]] * (2 * len(weights))
     drawn = [{line.partition("[")[2] for line in rank} for rank in logged(one, "drawn")]
-    if len(weights) > 1 and not workers:  # but for the first samples, which all ranks read to build the model
-        assert len(drawn[0] & drawn[1]) == 2
+    if len(weights) > 1 and not workers:  # but for those that ranks compare, and try the model with
+        assert len(drawn[0] & drawn[1]) <= 2 * PLACES + 2 < len(drawn[0] | drawn[1]) // 2
 
 
 def test_another_seed_draws_another_split(train: Train, user_code: Path) -> None:

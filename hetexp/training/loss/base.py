@@ -33,6 +33,8 @@ class Loss(ABC):
     """Whether `total` adds up half-precision outputs in float32; other losses get them as float32."""
     targets_on_host: ClassVar[bool] = False
     """Whether `total` gets the targets on the host instead of the output's device."""
+    counts_rows: bool = False
+    """Whether `count` takes the targets' rows for samples."""
     num_terms: int = 0
     """Number of means that the loss consists of, if each has a count of its own."""
 

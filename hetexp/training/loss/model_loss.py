@@ -36,6 +36,7 @@ class ModelLoss(Loss):
         self, count: str | None = None, ignore_index: int = IGNORED, target: Key | None = None
     ) -> None:
         self._count, self._ignore_index, self._target = count, ignore_index, target
+        self.counts_rows = count == "samples"
         self._function = None if count is None or count in COUNTS else locate(count, "loss.count")
 
     @staticmethod

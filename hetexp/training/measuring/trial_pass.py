@@ -31,7 +31,7 @@ from hetexp.training.loss import LabelError, Loss, ModelLoss, count_of, summed
 
 log = logging.getLogger(__name__)
 
-ROUNDING = 1e-3
+ROUNDING = 1e-5
 """Largest relative difference of a loss with and without padding that is taken for rounding."""
 
 

@@ -36,7 +36,8 @@ def contents(data: Any) -> dict[str, Any]:
     A sample that is not the same when it is read again with the same seed, or that cannot be read, is left
     out. Random states stay as they are.
     """
-    if data is None or stream_of(data) is not None:  # of a stream each batch is compared
+    # Of a stream each batch is compared.
+    if data is None or stream_of(data) is not None or not hasattr(type(data), "__getitem__"):
         return {}
     last = len(data) - 1
     places = sorted({round(last * part / (PLACES - 1)) for part in range(PLACES)}) if last >= 0 else []
