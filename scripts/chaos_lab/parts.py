@@ -41,7 +41,8 @@ class Watch:
         self._counts: dict[str, int] = {}
         folder = os.environ.get(RECORDS)
         self._records = Path(folder, f"{os.getpid()}.jsonl") if folder else None
-        self.seen: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] | None = None
+        """The samples since the last `zero_grad`; `None` before the first one: the model is only tried."""
 
     def at(self, place: str) -> None:
         """Tell the harness that this process is at a place, if it wants to know, and let it act."""
@@ -57,7 +58,7 @@ class Watch:
 
     def updated(self, step: int) -> None:
         """Record the samples of a step that this process has just updated its weights by."""
-        if self._records is None:
+        if self._records is None or self.seen is None:
             return
         indices = [int(index) for batch in self.seen for index in batch.tolist()]
         line = {"step": step, "indices": indices, "time": time.monotonic()}
@@ -123,8 +124,9 @@ class Net(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return logits [batch, classes] of inputs [batch, 1 + features]."""
-        if self.training:
-            watch().seen.append(inputs[:, 0].detach())
+        seen = watch().seen
+        if self.training and seen is not None:
+            seen.append(inputs[:, 0].detach())
         watch().at("forward" if self.training else "evaluate")
         hidden = torch.tanh(self.first(inputs[:, 1:]))
         if hidden.requires_grad:
@@ -137,14 +139,13 @@ class Optimizer(torch.optim.AdamW):
     """Records the samples of every step that it does."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        watch().seen.clear()
+        watch().seen = []
         super().zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> Any:
         watch().at("update")
         result = super().step(closure)
         first = self.state[self.param_groups[0]["params"][0]]
-        if len(self.param_groups[0]["params"]) > 1:  # a resume tries the optimizer on a parameter of its own
-            watch().updated(int(first["step"]))
+        watch().updated(int(first["step"]))
         watch().at("updated")
         return result
