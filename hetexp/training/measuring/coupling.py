@@ -10,6 +10,7 @@ from torch import nn
 from hetexp.core.call import call_model
 from hetexp.core.config import Config
 from hetexp.data.base import build_data, indexed, same_shape
+from hetexp.data.collate import Pad
 from hetexp.data.page_locked import on_device
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.model.base import build_model
@@ -20,6 +21,10 @@ from hetexp.training.seeding import seeded
 SAMPLES = 6
 CUT = 4
 """Samples of the first of the two parts."""
+PADDED = (
+    "Samples are padded to the longest of a batch: a model that does not leave out padded elements, by a "
+    "mask (data.collate.mask), couples them."
+)
 ALLOWED = 1e-9
 """Largest relative difference that rounding may make in float64."""
 
@@ -41,7 +46,8 @@ def coupling(config: Config) -> str | None:
             bounds = ((0, SAMPLES), (0, CUT), (CUT, SAMPLES))
             batches = [tuple(data.collate.load(train, range(*ends))) for ends in bounds]
         loss = build_loss(config.trainer.loss, config.loss.arguments())
-        return _coupling(model, loss, on_device(batches, torch.device("cpu"), torch.float64))
+        found = _coupling(model, loss, on_device(batches, torch.device("cpu"), torch.float64))
+        return f"{found} {PADDED}" if found and isinstance(data.collate.function, Pad) else found
     except Exception:  # the user's own classes run any code
         return None
 

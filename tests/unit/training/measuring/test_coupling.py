@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+import torch
 from support import unbuilt_config
+from torch import nn
+from torch.utils.data import Dataset
 
 from hetexp.core.config import Config, read_config
 from hetexp.training.measuring.coupling import coupling
@@ -64,3 +67,27 @@ def test_a_loss_that_couples_samples(config: Config, told: str) -> None:
 
 def test_a_model_that_cannot_be_called_says_nothing() -> None:
     assert coupling(config_of("returning.normed", "cross_entropy", {"_target_": "returning.texts"})) is None
+
+
+class Lengths(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(1 + index), torch.tensor(float(index))
+
+
+class MeanWithPadding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(values.mean(1, keepdim=True)).squeeze(1)
+        return found
+
+
+def test_padding_that_a_model_does_not_leave_out_is_named() -> None:
+    data = {"_target_": f"{__name__}.Lengths", "collate": "pad"}
+    found = coupling(config_of(f"{__name__}.MeanWithPadding", "mse", data))
+    assert found is not None and "data.collate.mask" in found
