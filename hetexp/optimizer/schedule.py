@@ -72,7 +72,7 @@ class ClassSchedule:
         self._begin()
 
     def _begin(self) -> None:
-        """Make the schedule anew, at the beginning of the run."""
+        """Build the schedule again, as at the beginning of the run."""
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             for key in self.added:
                 group.pop(key, None)
