@@ -9,6 +9,7 @@ stream on the device, sums the buckets in that order while backward goes on. On 
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class CommHook:
         return True
 
 
-class Averaging(CommHook):
+class Averaging(CommHook, ABC):
     """Averages buckets over all ranks, compressed if the wire type asks for it.
 
     Args:
@@ -143,9 +144,9 @@ class Averaging(CommHook):
         self.feedback = Feedback()
         self.sent_bytes = 0
 
+    @abstractmethod
     def hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a filled bucket; the future holds its mean over all ranks."""
-        raise NotImplementedError
 
     def average(self, tensor: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a bucket's mean over all ranks; a dense bucket is replaced by it.

@@ -165,9 +165,8 @@ def _training_data(
                 samples = indexed(train, RECALIBRATED_SAMPLES)
             order = first_epoch(GlobalSampler(len(samples), batch, seed))  # type: ignore[arg-type]
         except Exception as error:  # the user's own classes run any code
-            cause = error.__cause__ or error
-            text = str(cause).strip().partition("\n")[0]
-            return [], f"the data of {parent.folder} cannot be built ({type(cause).__name__}: {text})."
+            text = str(error).strip().partition("\n")[0]
+            return [], f"the data of {parent.folder} cannot be built ({type(error).__name__}: {text})."
         built[key] = TrainingData(key, samples, order)
     return [built[key] for key in keys], None
 
@@ -220,5 +219,4 @@ def _cpu_state(parent: Parent) -> tuple[TrainState | None, str]:
     except ConfigError as error:
         return None, " ".join(error.problems)
     except Exception as error:  # the user's own classes run any code
-        cause = error.__cause__ or error
-        return None, f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+        return None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -97,7 +97,8 @@ def instantiate(node: Mapping[str, Any], /, **extra: Any) -> Any:
         return hydra.utils.instantiate(dict(node), _convert_="all", **extra)
     except InstantiationException as error:
         # Hydra wraps what a constructor raises, and its message has the reason on a later line.
-        raise error.__cause__ or error from None
+        cause = error.__cause__ or error
+    raise cause  # out of the block, so that it keeps a cause of its own
 
 
 def locate(target: str, key: str = "_target_") -> Any:

@@ -44,7 +44,7 @@ def call_once(model: nn.Module, inputs: Any, fix: str = "Call it once where it i
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
     inputs = tree_map_only(torch.Tensor, lambda t: t.to(device, type_in(t, dtype)), inputs)
     reason = "its first call left them without a shape"
-    with _as_before(model), torch.no_grad():
+    with as_before(model), torch.no_grad():
         for training in (False, True):
             try:
                 call_model(model.train(training), inputs)
@@ -61,7 +61,7 @@ def call_once(model: nn.Module, inputs: Any, fix: str = "Call it once where it i
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
+def as_before(model: nn.Module) -> Iterator[None]:
     """Restore modes, and those buffers that have values, after the block."""
     modes = [(module, module.training) for module in model.modules()]
     kept = [(buffer, buffer.clone()) for buffer in model.buffers() if not is_lazy(buffer)]

@@ -91,8 +91,7 @@ class RunMemory:
             self._loss = build_loss(config.trainer.loss, config.loss.arguments())
             self._cache = _estimates_of(self._signature())
         except Exception as error:  # the user's own classes run any code
-            cause = error.__cause__ or error  # Hydra wraps what a constructor raises
-            self.reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+            self.reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
     def model_with_values(self, activation_checkpointing: bool = False) -> nn.Module:
         """Return the model on the CPU, built again if it is on the meta device."""

@@ -27,6 +27,7 @@ from hetexp.data.samples import Collate, describe, read
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.memory.out_of_memory import is_out_of_memory
 from hetexp.model.base import WithAuxiliary
+from hetexp.model.first_call import as_before
 from hetexp.training.loss import LabelError, Loss, ModelLoss, count_of, summed
 
 log = logging.getLogger(__name__)
@@ -38,18 +39,9 @@ ROUNDING = 1e-5
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Let the block use the model in training mode; restore its buffers, modes and the CPU's generator."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
+    with as_before(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
         model.train()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        yield
 
 
 def try_out(model: nn.Module, inputs: Any) -> list[Tensor | None]:

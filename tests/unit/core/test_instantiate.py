@@ -337,6 +337,17 @@ def test_a_bug_of_the_class_is_no_config_error() -> None:
     assert not isinstance(failed.value, ConfigError)
 
 
+class WithCause:
+    def __init__(self) -> None:
+        raise OSError("no such table") from KeyError("houses")
+
+
+def test_a_constructors_own_error_keeps_its_cause() -> None:
+    with pytest.raises(OSError, match="no such table") as caught:
+        instantiate({"_target_": f"{__name__}.WithCause"})
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 def test_locate_and_parameters() -> None:
     assert locate("torch.nn.Linear") is torch.nn.Linear
     assert list(parameters("torch.nn.Linear"))[:2] == ["in_features", "out_features"]
