@@ -136,7 +136,7 @@ def test_a_model_that_returns_no_loss_in_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             ("data._target_=returning.tokens", "model._target_=returning.gpt2"),
@@ -156,8 +156,8 @@ def test_a_model_that_returns_no_loss_in_evaluation(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_count_in_doubt_is_refused(tmp_path: Path, options: tuple[str, ...], told: str) -> None:
-    with pytest.raises(RunFailedError, match=told):
+def test_a_count_in_doubt_is_refused(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RunFailedError, match=message):
         start_run(tmp_path / "run", (*COMMON, *SHARES, "trainer.loss=model", *options))
 
 

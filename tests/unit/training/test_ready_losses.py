@@ -142,12 +142,12 @@ def test_labels_out_of_range_are_named(arguments: dict[str, Any], wrong: int) ->
     """Case 66: on the CPU by the pass itself, elsewhere before the device fails of them."""
     loss, output, targets = build_loss("cross_entropy", arguments), draw(0, 5, 3), labels(0, 3, 5)
     targets[1], targets[2], targets[3] = 0, -100, wrong
-    told = rf"labels must be from 0 to 2, .* 3 classes, or -100 .* is {wrong} instead"
+    message = rf"labels must be from 0 to 2, .* 3 classes, or -100 .* is {wrong} instead"
     for ask in (loss.total, loss.check):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             ask(output, targets)
     if "weight" in arguments:
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             loss.count(targets)
 
 
@@ -242,7 +242,7 @@ def test_the_output_that_leaves_no_doubt(output: Any, targets: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "message"),
     [
         ((LOGITS, OTHER), "a number from 0 to 1, but is null"),
         ({"first": LOGITS, "second": OTHER}, "one of first, second, but is null"),
@@ -250,8 +250,8 @@ def test_the_output_that_leaves_no_doubt(output: Any, targets: Any) -> None:
         ("text", "is a str"),
     ],
 )
-def test_an_output_in_doubt_is_refused(output: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"`loss\.output` must be .*{told}"):
+def test_an_output_in_doubt_is_refused(output: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"`loss\.output` must be .*{message}"):
         build_loss("cross_entropy").total(output, labels(3, 4, 11))
 
 

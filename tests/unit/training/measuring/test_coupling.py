@@ -48,7 +48,7 @@ def test_a_sum_over_samples(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         (config_of("returning.normed", "returning.Contrastive"), "the loss couples samples"),
         (config_of("returning.normed", "returning.MeanOfMeans"), "is no sum over them"),
@@ -60,9 +60,9 @@ def test_a_sum_over_samples(config: Config) -> None:
     ],
     ids=["contrastive", "mean", "model", "count"],
 )
-def test_a_loss_that_couples_samples(config: Config, told: str) -> None:
+def test_a_loss_that_couples_samples(config: Config, message: str) -> None:
     found = coupling(config)
-    assert found is not None and told in found and "run.gather" in found
+    assert found is not None and message in found and "run.gather" in found
 
 
 def test_a_model_that_cannot_be_called_says_nothing() -> None:
