@@ -34,6 +34,7 @@ from hetexp.library.batches import Collate, check_dataset
 from hetexp.library.front import Called
 from hetexp.library.run import Run
 from hetexp.model.first_call import call_once, lazy_names
+from hetexp.optimizer.muon import keep_replicas_equal
 from hetexp.plan.exchange_checks import float64_problem
 from hetexp.training.agreement import agree, data_facts, model_facts
 from hetexp.training.balancer import Balancer
@@ -139,6 +140,7 @@ def setup(
     arguments = _Given(model, optimizer, as_data(dataset) or dataset, as_data(eval_dataset), given, collate)
     sampler = _sampler(arguments.train, global_batch_size, seed, drop_last)
     state = _state(plan, read_config(plan.config), rank, store, arguments, sampler)
+    keep_replicas_equal(optimizer, plan.devices)
     called = Called(model)
     assert isinstance(state.engine, Replica), "`hetexp launch` has refused other strategies"
     state.engine.connect(plan, store, again=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
@@ -10,8 +12,16 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import nn
 
+from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 
+log = logging.getLogger(__name__)
+_LR_SCALES: Mapping[str | None, Callable[[int, int], float]] = {
+    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""Factor of the learning rate by a matrix's rows and columns, for each `adjust_lr_fn`."""
 _FLAG = "muon"
 """Key of a group that says which of the two updates it."""
 _SINCE = "2.9"
@@ -30,6 +40,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         momentum: part of the running mean of gradients that a step keeps.
         nesterov: whether the momentum is Nesterov's.
         ns_steps: steps of the Newton–Schulz iteration.
+        ns_dtype: type that the iteration computes in; `None`: float64 for weights in float64; else float32 if
+            the ranks' devices are of different kinds, and bfloat16 if not.
         adjust_lr_fn: how the rate follows a matrix's shape: `original`, or `match_rms_adamw`, which makes
             AdamW's rates fit; `None`: `original`.
         adamw_lr: AdamW's learning rate before the schedule.
@@ -42,6 +54,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         ConfigError: this torch has no Muon.
     """
 
+    usual_dtype = torch.bfloat16
+    """Type that the iteration computes in if neither the weights nor `ns_dtype` decide."""
+
     def __init__(
         self,
         params: Any,
@@ -50,6 +65,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95,
         nesterov: bool = True,
         ns_steps: PositiveInt = 5,
+        ns_dtype: Literal["bfloat16", "float32", "float64"] | None = None,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         adamw_lr: NonNegativeFloat = 0.002,
         adamw_betas: tuple[float, float] = (0.9, 0.999),
@@ -65,6 +81,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
             "adjust_lr_fn": adjust_lr_fn,
         }
         adamw = {
@@ -120,7 +137,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part in self._parts:
-            part.step()
+            if not isinstance(part, torch.optim.Muon):
+                part.step()
+                continue
+            for group in part.param_groups:
+                _step_of_muon(group, self.state, self.usual_dtype)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,6 +161,55 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if groups:
                 self._parts.append(make(groups))  # it adds what these very groups lack
                 self._parts[-1].state = self.state
+
+
+def keep_replicas_equal(optimizer: torch.optim.Optimizer, devices: Sequence[DeviceSpec]) -> None:
+    """Let replicas on devices of different kinds stay equal up to rounding of float32, or warn.
+
+    Such devices round otherwise, which in Muon's bfloat16 moves their weights apart by 1e-3 of an update.
+
+    Args:
+        devices: of all ranks.
+    """
+    if len({(device.backend, device.name) for device in devices}) < 2:
+        return
+    if isinstance(optimizer, MuonWithAdamW):
+        optimizer.usual_dtype = torch.float32
+    elif isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+        log.warning(
+            "torch.optim.Muon computes in bfloat16, in which these devices round differently: their weights "
+            "will drift apart. hetexp.optimizer.muon.MuonWithAdamW computes in float32 here."
+        )
+
+
+def _step_of_muon(group: Mapping[str, Any], state: Any, usual: torch.dtype) -> None:
+    """Update a group's parameters as `torch.optim.Muon.step` does, which always computes in bfloat16.
+
+    Args:
+        usual: type that the iteration computes in unless the weights are float64 or the group says another.
+    """
+    a, b, c = group["ns_coefficients"]
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        gradient, buffers = parameter.grad, state[parameter]
+        if "momentum_buffer" not in buffers:
+            buffers["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = buffers["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        dtype = torch.float64 if parameter.dtype == torch.float64 else usual
+        if group.get("ns_dtype") is not None:
+            dtype = getattr(torch, group["ns_dtype"])
+        rows, columns = parameter.shape
+        wide = update.to(dtype, copy=True)
+        wide = wide.T if rows > columns else wide
+        wide.div_(wide.norm().clamp(min=group["eps"]))
+        for _ in range(group["ns_steps"]):
+            gram = wide @ wide.T
+            wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        scale = _LR_SCALES[group["adjust_lr_fn"]](rows, columns)
+        parameter.add_(wide.T if rows > columns else wide, alpha=-group["lr"] * scale)
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:

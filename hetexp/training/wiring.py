@@ -39,6 +39,7 @@ from hetexp.model.dropout import without_dropout
 from hetexp.model.first_call import call_once, lazy_names
 from hetexp.optimizer.build import build_optimizer, schedule_of
 from hetexp.optimizer.groups import parameter_groups
+from hetexp.optimizer.muon import keep_replicas_equal
 from hetexp.optimizer.schedule import unit_of
 from hetexp.plan.strategy import Strategy
 from hetexp.training.agreement import agree, agree_as_newcomer, data_facts, model_facts
@@ -134,6 +135,7 @@ def _build_ungrouped(
         log.info("%s", how_it_ends(trainer, known if known < sys.maxsize else None))
     optimizer = build_optimizer(config.optimizer, trained, groups=groups, lr_factor=trainer.lr_factor)
     _check_sparse(optimizer, model)
+    keep_replicas_equal(optimizer, plan.devices)
     state = TrainState(
         plan=plan,
         config=config,

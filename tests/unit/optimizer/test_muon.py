@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from torch import nn
 
 from hetexp.checkpoint.optimizer_state import check_optimizer, pack_optimizer, restore_optimizer
+from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError
 from hetexp.model.gpt import GPT
 from hetexp.optimizer.build import build_optimizer
+from hetexp.optimizer.muon import keep_replicas_equal
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+CPU = DeviceSpec(id="cpu:0", backend="cpu", index=0, name="CPU", vendor="cpu")
 NODE: dict[str, Any] = {"_target_": "hetexp.optimizer.muon.MuonWithAdamW", "lr": 0.02, "adamw_lr": 0.003}
 
 
@@ -102,3 +106,43 @@ def test_groups_have_the_options_of_the_optimizer_that_updates_them() -> None:
 def test_a_model_without_a_hidden_matrix_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a matrix of a hidden layer"):
         build_optimizer(NODE, nn.Linear(3, 4))
+
+
+def trained(dtype: torch.dtype, devices: tuple[DeviceSpec, ...] = (), **options: Any) -> torch.Tensor:
+    """Return all weights after three steps."""
+    model = model_of().to(dtype)
+    optimizer = build_optimizer({**NODE, **options}, model)
+    keep_replicas_equal(optimizer, devices)
+    for step in range(3):
+        for place, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + place)
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+        optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+UNLIKE = (CPU, replace(CPU, backend="cuda", name="NVIDIA RTX 3090"))
+
+
+def test_it_computes_in_float64_for_weights_in_float64() -> None:
+    exact = trained(torch.float64)
+    assert torch.equal(exact, trained(torch.float64, UNLIKE))
+    assert not torch.allclose(exact, trained(torch.float64, ns_dtype="bfloat16"), rtol=0, atol=1e-5)
+    # One device's rounding is as good as another's.
+    assert torch.allclose(exact, trained(torch.float32, ns_dtype="float32").double(), rtol=0, atol=1e-6)
+
+
+def test_unlike_devices_do_not_compute_in_bfloat16() -> None:
+    usual = trained(torch.float32)
+    assert torch.equal(usual, trained(torch.float32, (CPU, CPU)))
+    assert torch.equal(trained(torch.float32, UNLIKE), trained(torch.float32, ns_dtype="float32"))
+    assert not torch.equal(usual, trained(torch.float32, UNLIKE))
+    assert torch.equal(usual, trained(torch.float32, UNLIKE, ns_dtype="bfloat16"))
+
+
+def test_torchs_own_muon_is_warned_of_on_unlike_devices(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = torch.optim.Muon([nn.Parameter(torch.zeros(2, 3))])
+    keep_replicas_equal(optimizer, (CPU, CPU))
+    assert not caplog.records
+    keep_replicas_equal(optimizer, UNLIKE)
+    assert "drift apart" in caplog.text
