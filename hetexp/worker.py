@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hetexp.comm.connections.lost import is_peer_lost
 from hetexp.core.config import Config, read_config
-from hetexp.core.errors import HetexpError, UsageError
+from hetexp.core.errors import ConfigError, HetexpError, StartRefusedError, UsageError
 from hetexp.core.files import no_room, write_json
 from hetexp.core.plan import Plan
 from hetexp.core.streams import write_utf8
@@ -28,7 +28,14 @@ from hetexp.launch.elastic.heartbeat import beat, show_stack_on_request
 from hetexp.launch.elastic.membership import device_trouble
 from hetexp.launch.launcher import CALIBRATION, READY
 from hetexp.launch.preflight import check_checkpoint_space, checkpoint_bytes
-from hetexp.launch.processes.failure import NO_ROOM, RankFailure, log_path, stack_path, write_failure
+from hetexp.launch.processes.failure import (
+    NO_ROOM,
+    RankFailure,
+    log_path,
+    stack_path,
+    traceback_path,
+    write_failure,
+)
 from hetexp.launch.processes.parent_death import die_with_parent, end_with_launcher
 from hetexp.launch.processes.process import LAUNCHER_PID
 
@@ -78,10 +85,17 @@ def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:
     except _Terminated:
         job.close(1 if job.waits else 143)
         end(143)
+    except StartRefusedError as error:  # a failure of another rank, which reports it
+        print(error, flush=True)
+        job.close(1)
+        end(0)
     except (Exception, SystemExit) as error:  # the launcher must learn of any error
         text = traceback.format_exc()
         with contextlib.suppress(OSError):  # a full disk may be what ends this rank
-            print(text, flush=True)
+            if isinstance(error, ConfigError):  # the screen, which shows the log, gets the sentence alone
+                traceback_path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+            else:
+                print(text, flush=True)
         full = no_room(error, Path(plan.run_dir))
         failure = RankFailure(
             rank=number,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,16 @@ def sequence(generator: torch.Generator, index: int) -> Any:
     return {"ids": tokens, "labels": (tokens * 3 + 1) % TOKENS}
 
 
+def square(generator: torch.Generator, index: int) -> Any:
+    """As many tokens as classes, but for the first two samples: the shapes fit in two ways."""
+    tokens = torch.randint(TOKENS, (3 if index < 2 else TOKENS,), generator=generator)
+    return {"ids": tokens, "labels": (tokens * 3 + 1) % TOKENS}
+
+
+def broken(generator: torch.Generator, index: int) -> Any:
+    raise OSError(f"no file for sample {index}")
+
+
 def tokens(generator: torch.Generator, index: int) -> Any:
     sample = sequence(generator, index)
     return sample["ids"], sample["labels"]
@@ -144,6 +155,34 @@ class Net(nn.Module):
 
     def forward(self, x: Any) -> torch.Tensor:
         result: torch.Tensor = self.layer(torch.cat(x, 1) if isinstance(x, (tuple, list)) else x)
+        return result
+
+
+class Counting(Net):
+    """A model that counts its calls, by which its output is multiplied, and that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.lock = 0, threading.Lock()
+
+    def forward(self, x: Any) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = super().forward(x) / self.calls
+        return result
+
+
+class CountingLoss(Loss):
+    """A sum of squares that counts its calls, by which it is multiplied."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self, targets: Any) -> int:
+        return len(targets)
+
+    def total(self, output: Any, targets: Any) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = (output**2).sum() / self.calls
         return result
 
 

@@ -49,6 +49,10 @@ class PeerLostError(HetexpError):
     """A collective failed because another rank is gone or did not answer in time."""
 
 
+class StartRefusedError(PeerLostError):
+    """Another rank has ended the start, and reports why; this rank has no failure of its own."""
+
+
 class CheckpointError(HetexpError):
     """A checkpoint cannot be written or read."""
 

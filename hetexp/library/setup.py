@@ -36,13 +36,14 @@ from hetexp.library.run import Run
 from hetexp.model.first_call import call_once, lazy_names
 from hetexp.optimizer.muon import keep_replicas_equal
 from hetexp.plan.exchange_checks import float64_problem
-from hetexp.training.agreement import agree, data_facts, model_facts
 from hetexp.training.balancer import Balancer
 from hetexp.training.loss import Loss
 from hetexp.training.replica import Replica
 from hetexp.training.seeding import seed_all, seeded
+from hetexp.training.starting.agreement import agree, data_facts, model_facts
+from hetexp.training.starting.parts import components, engine_of, open_device
 from hetexp.training.state import TrainState
-from hetexp.training.wiring import components, engine_of, open_device, start_loggers
+from hetexp.training.wiring import start_loggers
 
 
 @dataclass

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +12,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetexp.balancing.base import BalancingPolicy
-from hetexp.checkpoint.weights import load_weights
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.comm.forms import sparse_parameters
 from hetexp.core.config import Config
 from hetexp.core.config.trainer import how_it_ends
-from hetexp.core.config.weights import first_weights
 from hetexp.core.errors import ConfigError, must_be
-from hetexp.core.fault import FaultSchedule
 from hetexp.core.files import write_text
-from hetexp.core.instantiate import instantiate, parameters
+from hetexp.core.instantiate import instantiate
 from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
-from hetexp.data.base import build_data, indexed, same_shape
-from hetexp.data.page_locked import on_device
-from hetexp.data.samples import Collate
-from hetexp.hardware.backend import Backend, backend_class, visible_places
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.guard import GuardedLogger
 from hetexp.logger.jsonl import EARLIER_METRICS, METRICS, MetricsFile
-from hetexp.model.base import build_model, to_precision
-from hetexp.model.dropout import without_dropout
-from hetexp.model.first_call import call_once, lazy_names
 from hetexp.optimizer.build import build_optimizer, schedule_of
 from hetexp.optimizer.groups import parameter_groups
 from hetexp.optimizer.muon import keep_replicas_equal
-from hetexp.optimizer.schedule import unit_of
-from hetexp.plan.strategy import Strategy
-from hetexp.training.agreement import agree, agree_as_newcomer, data_facts, model_facts
 from hetexp.training.balancer import Balancer
-from hetexp.training.data_parallel import DataParallel
-from hetexp.training.engine import Engine
 from hetexp.training.group import versions
-from hetexp.training.loss import Loss, batch_counts, build_loss
-from hetexp.training.measuring.trial_pass import Trial, first_batch
-from hetexp.training.nonfinite.loss_scale import LossScale, check_device
+from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.seeding import seed_all
-from hetexp.training.source import SourceModel
+from hetexp.training.starting.agreement import (
+    agree,
+    agree_as_newcomer,
+    heed_trial,
+    starting_together,
+    trying_rank,
+)
+from hetexp.training.starting.parts import build_parts, try_samples
 from hetexp.training.state import TrainState
-from hetexp.training.streams import check_hooks, sampler_of
 
 log = logging.getLogger(__name__)
 
@@ -96,39 +82,21 @@ def _build_ungrouped(
         member: number of a process that joins a training under way; `None`: all begin together.
     """
     trainer = config.trainer
-    backend, device = open_device(plan, config, rank, store)
-    # The same seed on every rank: a split that is drawn while the data are built is the same on all ranks.
-    seed_all(trainer.seed)
-    data = build_data(config.data)
-    train, evaluation = data.train, data.evaluation
-    loss = build_loss(trainer.loss, config.loss.arguments())
-    check_evaluation(config, evaluation is not None, loss)
-    if plan.stages or plan.paced:
-        train, evaluation = same_shape(train), None if evaluation is None else same_shape(evaluation)
-    origin, source = getattr(data, "source", None), None
-    if origin is not None:
-        source = SourceModel.judging(origin.path, origin.samples, data.facts["scale"], origin.trusted)
-    strategy, policy = components(config)
-    engine = engine_of(strategy)
-    sampler = sampler_of(strategy, plan, config, train)
-    dtype = torch.float64 if plan.precisions[rank] == "float64" else torch.float32
-    head = indexed(same_shape(train), 2)
-    first = first_batch(head, data.collate, plan)
-    _check_count(loss, data.collate, first[1])
-    model = _build_model(config, data.facts, first[0], dtype)
-    check_hooks(model, train)
-    facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
     if member is None:
-        run_on = agree(plan, config, rank, store, facts)
+        with starting_together(plan, config, rank, store):
+            parts = build_parts(plan, config, rank, store)
+            if rank == trying_rank(plan):
+                parts = try_samples(parts, plan, config, rank, store)
+        run_on = agree(plan, config, rank, store, parts.facts)
     else:
+        parts = build_parts(plan, config, rank, store)
         run_on = [versions()]
-        agree_as_newcomer(plan, member, store, facts)
+        agree_as_newcomer(plan, member, store, parts.facts)
+    heed_trial(parts.loss, store, rank == 0 and member is None)
+    model, engine, sampler = parts.model, parts.engine, parts.sampler
     groups = parameter_groups(config.optimizer, model)  # of the whole model, before it is cut
-    if plan.stages:  # while the model is whole
-        moved = partial(on_device, device=torch.device("cpu"), dtype=next(model.parameters()).dtype)
-        Trial(model, loss, data.collate, moved).run(head, first)
-    trained = engine.shard(plan, config, rank, model, first[0])
-    model.to(device)
+    trained = engine.shard(plan, config, rank, model, parts.first[0])
+    model.to(parts.device)
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     if rank == 0 and member is None and trainer.max_steps is not None and trainer.epochs is not None:
         known = sampler.steps_per_epoch
@@ -140,71 +108,34 @@ def _build_ungrouped(
         plan=plan,
         config=config,
         rank=rank,
-        device=device,
-        backend=backend,
+        device=parts.device,
+        backend=parts.backend,
         communicator=SoloCommunicator(),
-        strategy=strategy,
+        strategy=parts.strategy,
         model=model,
         module=model,
         optimizer=optimizer,
         schedule=schedule_of(optimizer, trainer, total_steps, sampler.steps_per_epoch),
-        loss=loss,
-        train_data=train,
-        eval_data=evaluation,
-        collate=data.collate,
+        loss=parts.loss,
+        train_data=parts.train,
+        eval_data=parts.evaluation,
+        collate=parts.data.collate,
         sampler=sampler,
         loggers=(),
         total_steps=total_steps,
         engine=engine,
-        policy=policy,
+        policy=parts.policy,
         balancer=Balancer(plan),
         loss_scale=LossScale() if "float16" in plan.precisions else None,
-        source=source,
-        data_facts=facts["data"],
+        source=parts.source,
+        data_facts=parts.facts["data"],
         run_on=tuple(run_on),
     )
-    if not plan.stages:
-        Trial(model, loss, data.collate, state.to_device, state.autocast).run(head, first)
     # From here on dropout and random samples differ from rank to rank, as the samples do.
     seed_all(trainer.seed + 1 + (rank if member is None else member))
-    strategy.configure(plan)
-    engine.prepare(first[0])
+    parts.strategy.configure(plan)
+    engine.prepare(parts.first[0])
     return state
-
-
-def _build_model(config: Config, facts: Mapping[str, Any], inputs: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the model with its first weights, on the CPU, floating-point ones in this type.
-
-    Args:
-        inputs: of the first samples, for lazy layers.
-    """
-    trainer = config.trainer
-    # With the CPU's generator: the same weights on all devices, however much the data drew.
-    seed_all(trainer.seed)
-    model = build_model(config.model, facts, trainer.activation_checkpointing)
-    if not config.debug.dropout:
-        rates = without_dropout(model)
-        log.info("debug.dropout=false: %s", f"0 instead of {', '.join(rates)}" if rates else "there was none")
-    if lazy_names(model):
-        seed_all(trainer.seed)  # the samples may have drawn numbers, but weights follow the seed
-        call_once(model, inputs)
-    to_precision(model, dtype)  # before weights from files, which may be in float64
-    weights, strict = first_weights(config.model, parameters(config.model["_target_"]))
-    if weights is not None:
-        load_weights(model, Path(weights), strict)
-    return model
-
-
-def _check_count(loss: Loss, collate: Collate, targets: Any) -> None:
-    """Check that the loss can count the elements of a batch.
-
-    Raises:
-        ConfigError: it cannot, or takes rows for samples where tensors have none.
-    """
-    if loss.counts_rows and not collate.has_rows:
-        accepted = "the dotted path of a function of the targets, as a batch's tensors have no rows to count"
-        raise ConfigError(must_be("loss.count", accepted, "samples"))
-    batch_counts(loss, [targets])
 
 
 def _check_sparse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -229,44 +160,6 @@ def _check_sparse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     raise ConfigError(must_be("optimizer._target_", accepted, target, f"The gradient of {odd} is {form}."))
 
 
-def components(config: Config) -> tuple[Strategy, BalancingPolicy]:
-    """Return the strategy and the policy of a rank.
-
-    Raises:
-        ConfigError: a class refuses its arguments.
-    """
-    return instantiate(config.strategy), instantiate(config.balancing)
-
-
-def engine_of(strategy: Strategy) -> Engine:
-    """Return a rank's side of a strategy."""
-    engine: Engine | None = strategy.engine()
-    return DataParallel() if engine is None else engine
-
-
-def open_device(plan: Plan, config: Config, rank: int, store: dist.Store) -> tuple[Backend, torch.device]:
-    """Return the backend of this rank's device, and the device for tensors, made current.
-
-    Raises:
-        SetupError: this interpreter's torch cannot drive it, or it does not compute in the planned precision.
-    """
-    torch.set_num_threads(plan.threads[rank])
-    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
-    spec = plan.devices[rank]
-    backend = backend_class(spec.backend)(spec)
-    backend.faults = FaultSchedule(
-        config.fault.events, spec.id, lambda position: store.add(f"fault/{position}", 1) == 1
-    )
-    backend.spared_port = plan.store_port
-    backend.deviation_seed = config.hardware.deviation_seed
-    backend.precision = plan.precisions[rank]
-    devices = plan.devices_of(rank)
-    backend.num_visible = len(set(visible_places(devices))) if len(devices) > 1 else 1
-    device = backend.torch_device()
-    check_device(backend, plan.precisions[rank])
-    return backend, device
-
-
 def planned_steps(config: Config, steps_per_epoch: int) -> int:
     """Return the optimizer steps of the whole run, by the lower of the two limits."""
     trainer = config.trainer
@@ -274,23 +167,6 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
         return trainer.fast_dev_run
     limits = [trainer.max_steps, trainer.epochs * steps_per_epoch if trainer.epochs else None]
     return min(limit for limit in limits if limit is not None)
-
-
-def check_evaluation(config: Config, has_data: bool, loss: Loss) -> None:
-    """Check that there are the evaluations, and the metric in them, that other keys rely on.
-
-    Raises:
-        ConfigError: there are not.
-    """
-    trainer = config.trainer
-    users = {"trainer.early_stopping.patience": trainer.early_stopping.patience is not None}
-    users["trainer.schedule"] = unit_of(trainer) == "evaluation"
-    reason = "" if has_data else "evaluation data, but `data` has none"
-    if not reason and trainer.early_stopping.metric == "accuracy" and type(loss).correct is Loss.correct:
-        reason = f"`trainer.early_stopping.metric` loss: `trainer.loss` {trainer.loss} defines no accuracy"
-    problems = [f"`{key}` needs {reason}." for key, used in users.items() if used and reason]
-    if problems:
-        raise ConfigError(problems)
 
 
 def start_loggers(state: TrainState) -> tuple[Logger, ...]:

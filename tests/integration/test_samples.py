@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,71 @@ def test_what_does_not_fit_is_one_sentence(train: Train, model: str, form: str, 
     assert "Traceback" not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert ("at step" in str(caught.value)) == (name == "late")
+
+
+THREE = ("hardware.devices=[cpu,cpu,cpu]", "balancing=manual", "balancing.weights=[5,2,1]")
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "words"),
+    [
+        ("Net", "broken", r"`data` must give its first samples, .*no file for sample 0 \(sampled\.py, line"),
+        ("Tagger", "sequence data.targets=labels", r"`data\.collate` must be pad"),
+        ("Net", "points data.collate=sampled.stacked", r"`data\.collate` must make .*\[2, 4\] float64"),
+        ("Tagger", "pair", r"Tagger\.forward\(ids.*fails with \[2, 8\] float64"),
+        ("Net", "one_hot", r"\[2, 3\] and \[2, 3\]\. One-hot labels become classes"),
+    ],
+)
+def test_one_rank_tells_and_the_others_end(
+    train: Train, tmp_path: Path, model: str, form: str, words: str
+) -> None:
+    name, *more = form.split()
+    options = (f"model._target_=sampled.{model}", f"+data.form={name}", *more)
+    with pytest.raises(RunFailedError, match=words) as caught:
+        train(*COMMON, *options, *THREE, folder=tmp_path / "run")
+    assert caught.value.exit_code == 1
+    assert len(str(caught.value).splitlines()) == 1
+    screen = caught.value.screen  # type: ignore[attr-defined]
+    assert "Traceback" not in screen and "Followed by" not in screen
+    assert screen.count(str(caught.value).partition("error: ")[2]) == 1
+    assert "Traceback" in (tmp_path / "run/logs/rank_0.traceback").read_text()
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert [failure["device"] for failure in summary["failures"]] == ["cpu:0"]
+    for rank in (1, 2):
+        log = (tmp_path / f"run/logs/rank_{rank}.log").read_text()
+        assert "rank 0 (cpu:0) cannot start" in log and "Traceback" not in log
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_an_error_of_one_rank_ends_the_others(train: Train, tmp_path: Path) -> None:
+    """Rank 0 tries the samples, which are good there."""
+    data = ("data._target_=faulty.Data", "+data.fault=raise", "+data.after=-1")
+    options = ("model=mlp", "model.hidden_sizes=[4]", *data)
+    with pytest.raises(RunFailedError, match="rank 1, cpu:1 .*this sample is broken") as caught:
+        train(*COMMON, *options, *THREE, folder=tmp_path / "run")
+    assert "Followed by" not in caught.value.screen  # type: ignore[attr-defined]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert [failure["device"] for failure in summary["failures"]] == ["cpu:1"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("model._target_=sampled.Counting", "+data.form=pair"), id="model"),
+        pytest.param(
+            ("model._target_=sampled.Net", "+data.form=pair", "trainer.loss=sampled.CountingLoss"), id="loss"
+        ),
+        pytest.param(
+            ("model._target_=sampled.Tagger", "+data.form=square", "data.targets=labels", "data.collate=pad"),
+            id="classes",
+        ),
+    ],
+)
+def test_all_ranks_train_as_if_each_had_tried(train: Train, options: tuple[str, ...]) -> None:
+    """The trial counts as no call, and every rank knows where the classes stand in an output."""
+    reference = train(*COMMON, *options, *ONE)
+    run = train(*COMMON, *options, *THREE)
+    assert max(worst(run, reference, STEPS)) <= 1e-12
 
 
 def test_samples_of_later_steps_that_do_not_stack_are_one_sentence(train: Train) -> None:

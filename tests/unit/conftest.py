@@ -37,8 +37,8 @@ from hetexp.training.loss import build_loss
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.recovery.oom_recovery import recovering_guard
 from hetexp.training.replica import Replica
+from hetexp.training.starting.parts import engine_of
 from hetexp.training.state import TrainState
-from hetexp.training.wiring import engine_of
 
 
 class Averaging(Strategy):

@@ -55,6 +55,11 @@ def stack_path(log_path: Path) -> Path:
     return log_path.with_suffix(".stack")
 
 
+def traceback_path(log_path: Path) -> Path:
+    """Return where the rank with this log writes the traceback of an error whose message says it all."""
+    return log_path.with_suffix(".traceback")
+
+
 def failure_path(log_path: Path) -> Path:
     """Return where the rank with this log writes its failure."""
     return log_path.with_suffix(".failure.json")

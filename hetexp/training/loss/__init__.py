@@ -23,12 +23,13 @@ from hetexp.training.loss.elements import (
 )
 from hetexp.training.loss.labels import LabelError
 from hetexp.training.loss.model_loss import ModelLoss
-from hetexp.training.loss.several import WeightedSum
+from hetexp.training.loss.several import WeightedSum, single_losses
 
 # fmt: off
 __all__ = [
     "HALF", "IGNORED", "BinaryCrossEntropy", "CrossEntropy", "Huber", "LabelError", "Loss",
     "MeanAbsoluteError", "MeanSquaredError", "ModelLoss", "NoLossError", "Reconstruction", "WeightedSum",
-    "as_count", "batch_counts", "build_loss", "check_loss", "count_of", "num_rows", "summed", "total_loss",
+    "as_count", "batch_counts", "build_loss", "check_loss", "count_of", "num_rows", "single_losses", "summed",
+    "total_loss",
 ]
 # fmt: on

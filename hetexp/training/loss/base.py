@@ -37,6 +37,8 @@ class Loss(ABC):
     """Whether `count` takes the targets' rows for samples."""
     num_terms: int = 0
     """Number of means that the loss consists of, if each has a count of its own."""
+    seen_dim: int | None = None
+    """Dimension of the classes in a batch whose shapes left no doubt; the same on every rank."""
 
     @abstractmethod
     def count(self, targets: Any) -> float:
@@ -161,8 +163,6 @@ class CrossEntropy(ReadyLoss):
         super().__init__(output, target)
         self.weight = None if weight is None else torch.tensor(weight, dtype=torch.float64)
         self.label_smoothing, self.ignore_index, self.class_dim = label_smoothing, ignore_index, class_dim
-        self._seen_dim: int | None = None
-        """The dimension of the classes in a batch whose shapes left no doubt."""
 
     def wanted(self, targets: Any) -> torch.Tensor:
         labels = super().wanted(targets)
@@ -254,11 +254,11 @@ class CrossEntropy(ReadyLoss):
         try:
             dim = class_dim(shape, labels.shape, self.class_dim)
         except DoubtError:
-            if self._seen_dim is None:
+            if self.seen_dim is None:
                 raise
-            return self._seen_dim % len(shape)
+            return self.seen_dim % len(shape)
         if len(shape) > 2:  # batches of other lengths may leave a doubt that this one does not
-            self._seen_dim = -1 if dim == len(shape) - 1 else dim
+            self.seen_dim = -1 if dim == len(shape) - 1 else dim
         return dim
 
     def _weights_for(self, rows: torch.Tensor) -> torch.Tensor:

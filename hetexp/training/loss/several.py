@@ -109,3 +109,10 @@ class WeightedSum(Loss):
             return math.nan
         means = [total / number if number else 0.0 for total, number in zip(sums, term_counts, strict=True)]
         return sum(term.factor * mean for term, mean in zip(self._terms, means, strict=True))
+
+
+def single_losses(loss: Loss) -> list[Loss]:
+    """Return the losses of a sum's terms, or the loss itself if it is no sum."""
+    if not isinstance(loss, WeightedSum):
+        return [loss]
+    return [single for term in loss._terms for single in single_losses(term.loss)]

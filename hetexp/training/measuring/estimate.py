@@ -301,7 +301,7 @@ def _too_many(config: Config, accepted: str, estimate: MemoryEstimate, has: str,
 def build_on_meta(
     node: Any, facts: Any, activation_checkpointing: bool = False, inputs: Any = None
 ) -> nn.Module:
-    """Build a model as `hetexp.training.wiring` does, on the meta device if its constructor allows it.
+    """Build a model as `hetexp.training.starting` does, on the meta device if its constructor allows it.
 
     Args:
         inputs: of a small batch, for the first call of a model with lazy layers; `None`: they stay lazy.

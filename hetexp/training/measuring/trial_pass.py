@@ -1,17 +1,16 @@
 """Trial passes over a few samples that leave the model as it was.
 
-Before the ranks train, the first samples are tried once, so that what does not fit is one sentence.
+Before the ranks train, one of them tries the first samples for all: what does not fit is one sentence.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,14 @@ from torch.utils.data import Dataset
 from hetexp.core.call import call_model
 from hetexp.core.errors import ConfigError, HetexpError, must_be
 from hetexp.core.plan import Plan
+from hetexp.data.base import indexed, same_shape
 from hetexp.data.collate import Pad
 from hetexp.data.samples import Collate, describe, read
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.memory.out_of_memory import is_out_of_memory
 from hetexp.model.base import WithAuxiliary
 from hetexp.model.first_call import as_before
-from hetexp.training.loss import LabelError, Loss, ModelLoss, count_of, summed
-
-log = logging.getLogger(__name__)
+from hetexp.training.loss import LabelError, Loss, ModelLoss, count_of, single_losses, summed
 
 ROUNDING = 1e-5
 """Largest relative difference of a loss with and without padding that is taken for rounding."""
@@ -71,15 +69,45 @@ def first_batch(dataset: Dataset[Any], collate: Collate, plan: Plan) -> tuple[An
     """Return the batch of the first two samples, or of the only one.
 
     Raises:
-        ConfigError: the samples are no batch, or a device of the plan needs samples of one shape.
+        ConfigError: the samples cannot be read or are no batch, or a device of the plan needs samples of one
+            shape.
     """
     indices = range(min(2, len(dataset)))  # type: ignore[arg-type]  # map-style, as build_data checked
-    batch = collate.load(dataset, indices)
+    with _named("`data` must give its first samples, but fails"):
+        samples = read(dataset, indices)
+    with _named(f"`data.collate` must make a batch of the first samples {describe(samples)}, but fails"):
+        pair = collate(samples)
+    batch = pair if collate.has_rows else collate.with_indices(pair, indices, dataset)
     if plan.stages or plan.paced:
         problem = _shape_problem(collate, dataset, batch, "a pipeline" if plan.stages else "emulated devices")
         if problem:
             raise ConfigError(problem)
     return batch
+
+
+def first_samples(dataset: Dataset[Any]) -> Dataset[Any]:
+    """Return data whose first two samples have indices, in the shape of all others if they can.
+
+    Raises:
+        ConfigError: a stream fails before it has given them.
+    """
+    with _named("`data` must give its first samples, but fails"):
+        return indexed(same_shape(dataset), 2)
+
+
+@contextmanager
+def _named(problem: str) -> Iterator[None]:
+    """Make a sentence of an error of the user's own code.
+
+    Raises:
+        ConfigError: the problem, the error's class and first line, and where it was raised.
+    """
+    try:
+        yield
+    except HetexpError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{problem}: {_reason(error)}") from error
 
 
 def _shape_problem(collate: Collate, dataset: Dataset[Any], batch: tuple[Any, Any], who: str) -> str:
@@ -103,25 +131,42 @@ def _first(batch: tuple[Any, Any]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """What the trial has shown, which all ranks take over."""
+
+    seen_dims: list[int | None] = field(default_factory=list)
+    """`Loss.seen_dim` after it, of each term."""
+    remarks: list[str] = field(default_factory=list)
+    """Sentences for the user."""
+    on_copy: bool = True
+    """Whether the model itself has not noticed."""
+
+
+@dataclass(frozen=True)
 class Trial:
-    """One forward pass and one loss of the first samples, before the ranks train."""
+    """One forward pass and one loss of the first samples, before the ranks train.
+
+    The rank that tries must go on as all others do, which know nothing of it. So a copy of the model is
+    tried if it can be copied.
+    """
 
     model: nn.Module
     loss: Loss
+    """Only for the trial: a loss of the user's own may count its calls."""
     collate: Collate
     move: Callable[[Any], Any]
     """Moves inputs or targets to the model's device."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Returns the context of passes."""
 
-    def run(self, dataset: Dataset[Any], batch: tuple[Any, Any]) -> None:
+    def run(self, dataset: Dataset[Any], batch: tuple[Any, Any]) -> Tried:
         """Try a batch of the first samples of a data set; running out of memory is no problem of theirs.
 
         Raises:
             ConfigError: the model does not take the inputs, or the loss cannot be computed of its output.
         """
         inputs, targets = batch
-        model = _twin(self.model)
+        model, remarks = _twin(self.model), []
         try:
             with undisturbed(model):
                 if len(_first(batch)) < 2:
@@ -129,10 +174,12 @@ class Trial:
                 with self.autocast():
                     self._lost(self._output(model, inputs), targets)
                 if isinstance(self.collate.function, Pad):
-                    self._check_padding(model, read(dataset, range(len(_first(batch)))))
+                    remarks = self._check_padding(model, read(dataset, range(len(_first(batch)))))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+        seen_dims = [loss.seen_dim for loss in single_losses(self.loss)]
+        return Tried(seen_dims, remarks, on_copy=model is not self.model)
 
     def _output(self, model: nn.Module, inputs: Any) -> Any:
         try:
@@ -184,8 +231,8 @@ class Trial:
     def _moved(self, targets: Any) -> Any:
         return targets if self.loss.targets_on_host else self.move(targets)
 
-    def _check_padding(self, model: nn.Module, samples: list[Any]) -> None:
-        """Warn if a sample's loss depends on the padding beside it, and so on how devices share a batch."""
+    def _check_padding(self, model: nn.Module, samples: list[Any]) -> list[str]:
+        """Return a remark if a sample's loss depends on the padding beside it, as devices share a batch."""
         model.eval()  # without dropout and without statistics over the batch
         losses = []
         with torch.no_grad():
@@ -194,15 +241,13 @@ class Trial:
                 output = call_model(model, self.move(inputs))
                 losses.append(float(summed(self.loss, output, self._moved(targets))))
         together, *alone = losses
-        if abs(together - sum(alone)) > ROUNDING * max(abs(together), sum(map(abs, alone))):
-            log.warning(
-                "padding changes the loss: that of the first %d samples is %.6g in one batch and %.6g alone. "
-                "So it depends on how devices share a batch. The model must leave out padded elements "
-                "(data.collate.mask), and the loss padded targets.",
-                len(samples),
-                together,
-                sum(alone),
-            )
+        if abs(together - sum(alone)) <= ROUNDING * max(abs(together), sum(map(abs, alone))):
+            return []
+        return [
+            f"padding changes the loss: that of the first {len(samples)} samples is {together:.6g} in one "
+            f"batch and {sum(alone):.6g} alone. So it depends on how devices share a batch. The model must "
+            "leave out padded elements (data.collate.mask), and the loss padded targets."
+        ]
 
 
 def _twin(model: nn.Module) -> nn.Module:
