@@ -76,3 +76,16 @@ class Source:
     def __init__(self, **options: Any) -> None:
         self.train, self.evaluation = Rows(**options), Rows(41, first=1000)
         self.facts = Rows.facts
+
+
+def generated(count: int = 77) -> Iterator[Sample]:
+    """Yield rows; a pass after the first calls it again."""
+    yield from Rows(count)
+
+
+def streamed(count: int = 77) -> Any:
+    """Return a stream, which only building shows."""
+    return Rows(count)
+
+
+generated.facts = streamed.facts = Rows.facts  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def build_data(node: Mapping[str, Any]) -> Data:
     seed = torch.initial_seed()
     named = parameters(node["_target_"])
     keys = sample_keys(node, named)
-    built = instantiate(own_arguments("data", node, named))
+    built = _instantiated(own_arguments("data", node, named))
     facts = getattr(built, "facts", {})
     source = None
     # Many published datasets have a flag named `train`: only data under that name makes a source.
@@ -100,6 +100,15 @@ def build_data(node: Mapping[str, Any]) -> Data:
     return Data(train, evaluation, facts, source, collate=build_collate(keys))
 
 
+def _instantiated(node: Mapping[str, Any]) -> Any:
+    """Return what a node builds; of a generator function, a stream that calls it for each pass."""
+    from hetexp.data.streams.stream import Generated
+
+    if not inspect.isgeneratorfunction(locate(node["_target_"])):
+        return instantiate(node)
+    return Generated(instantiate({**node, "_partial_": True}))
+
+
 def _with_evaluation(
     train: Dataset[Any], evaluation: Dataset[Any] | None, wanted: float | Mapping[str, Any] | None, seed: int
 ) -> tuple[Dataset[Any], Dataset[Any] | None]:
@@ -111,7 +120,7 @@ def _with_evaluation(
     if wanted is None:
         return train, evaluation
     if isinstance(wanted, Mapping):
-        built = in_torch(instantiate(wanted))
+        built = in_torch(_instantiated(wanted))
         evaluation = as_data(built)
         if evaluation is None:
             raise ConfigError(must_build("data.evaluation._target_", "a data set or a stream", built))

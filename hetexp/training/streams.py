@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from hetexp.core.config import Config
 from hetexp.core.errors import ConfigError, HandshakeError, must_be
 from hetexp.core.instantiate import locate
 from hetexp.core.plan import Plan
-from hetexp.data.base import stream_of
+from hetexp.data.base import build_data, stream_of
 from hetexp.data.loader import LocalBatch
 from hetexp.data.sampler import GlobalSampler
 from hetexp.data.streams.stream import EPOCHS, StreamSampler
 from hetexp.model.hooks import ModelHooks
 from hetexp.plan.strategy import Strategy
+from hetexp.training.seeding import seeded
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -56,14 +58,28 @@ def refuse_stream(strategy: Strategy, config: Config, train: Dataset[Any]) -> No
 
 
 def check_stream(strategy: Strategy, config: Config) -> list[str]:
-    """Return what speaks against the training data if its class shows that it is a stream.
+    """Return what speaks against the training data if class or function shows that they are a stream."""
+    built = locate(config.data["_target_"])
+    is_class = isinstance(built, type) and issubclass(built, IterableDataset)
+    if not is_class and not inspect.isgeneratorfunction(built):
+        return []
+    return stream_problems(strategy, config, 1 if is_class and hasattr(built, "__len__") else None)
 
-    What a function builds is known only once the ranks have built it (`sampler_of`).
+
+def check_built_stream(strategy: Strategy, config: Config) -> list[str]:
+    """Return what speaks against the training data if building them shows that they are a stream.
+
+    They are built only if the run may refuse them. Any error of theirs is left to the ranks.
     """
     built = locate(config.data["_target_"])
-    if not isinstance(built, type) or not issubclass(built, IterableDataset):
+    shown = isinstance(built, type) and (issubclass(built, IterableDataset) or hasattr(built, "__getitem__"))
+    is_ours = str(getattr(built, "__module__", "")).partition(".")[0] == "hetexp"  # which has no streams
+    if shown or is_ours or not stream_problems(strategy, config, None):
         return []
-    return stream_problems(strategy, config, 1 if hasattr(built, "__len__") else None)
+    with suppress(Exception), seeded(config.trainer.seed):  # the user's own classes run any code
+        stream = stream_of(build_data(config.data).train)
+        return [] if stream is None else stream_problems(strategy, config, stream.length)
+    return []
 
 
 def stream_problems(strategy: Strategy, config: Config, length: int | None) -> list[str]:

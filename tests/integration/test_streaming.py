@@ -133,6 +133,13 @@ def test_a_device_that_comes_walks_to_the_others(train: Train, single: Callable[
     assert difference(hurt.parameters(), single().parameters()) <= LIMIT
 
 
+@pytest.mark.parametrize("function", ["generated", "streamed"])
+def test_a_function_gives_a_stream(train: Train, function: str) -> None:
+    options = (*COMMON, f"data._target_=streaming.{function}", "trainer.max_steps=5")
+    run, reference = train(*options, *split(3, 1)), train(*options, "hardware=cpu", "strategy=single")
+    assert max(worst(run, reference, 5)) <= LIMIT
+
+
 def test_epochs_end_the_run(train: Train) -> None:
     """Two epochs of three batches end before step 12."""
     run = train(*COMMON, "hardware=cpu", "strategy=single", "trainer.max_epochs=2")
@@ -171,6 +178,17 @@ REFUSED = {
         ("data._target_=streaming.Rows", "trainer.max_steps=null", "trainer.max_epochs=2"),
         "trainer.max_steps",
     ),
+    **{
+        f"no max_steps, {how}": (
+            (f"data._target_=streaming.{name}", "trainer.max_steps=null", "trainer.max_epochs=2"),
+            "trainer.max_steps",
+        )
+        for how, name in (
+            ("by the function", "generated"),
+            ("of a function", "streamed"),
+            ("of a source", "Source"),
+        )
+    },
     "dealt out for good": (
         ("data._target_=streaming.Rows", "strategy=independent", *split(1, 1)),
         "strategy",
@@ -187,7 +205,6 @@ def test_refused_before_a_process_starts(train: Train, tmp_path: Path, name: str
 
 
 FAILING = {
-    "no max_steps": (("trainer.max_steps=null", "trainer.max_epochs=2"), "`trainer.max_steps` must be"),
     "nothing in it": (("+data.count=0",), "its stream is empty"),
     "smaller than a batch": (
         ("+data.count=5", "trainer.drop_last=true"),

@@ -16,6 +16,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -52,6 +53,21 @@ def is_stream(value: Any) -> bool:
     kind = type(value)
     indexed = hasattr(kind, "__getitem__") or isinstance(value, (str, bytes, Mapping, Set, DataLoader))
     return hasattr(kind, "__iter__") and not hasattr(kind, "__next__") and not indexed
+
+
+class Generated:
+    """A stream of which each pass calls a generator function again.
+
+    Args:
+        function: takes no more arguments; its attribute `facts` may hold model arguments.
+    """
+
+    def __init__(self, function: partial[Iterator[Any]]) -> None:
+        self._function = function
+        self.facts: Mapping[str, Any] = getattr(function.func, "facts", {})
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._function()
 
 
 class Stream(Dataset[Any]):

@@ -60,7 +60,7 @@ class Preparation:
             ConfigError: the model may not be cut, or its stages do not fit the devices.
         """
         spec, policy = self._spec, self._spec.policy
-        memory = estimate_memory(plan, spec)
+        memory = self._estimated(plan)
         layers = layers_of(plan, spec, memory)
         estimates = estimate_devices(plan, spec, memory) if policy.measures or policy.follows else None
         check_memory = spec.config.hardware.check_memory
@@ -80,10 +80,34 @@ class Preparation:
 
         `None` if only the CPU trains, where an estimate takes longer than a first small run, or with
         `hardware.check_memory=false`. The data set is built for the estimates.
+
+        Raises:
+            ConfigError: the ranks would refuse the data.
         """
         cpu = all(device.backend == "cpu" for device in plan.devices)
         if cpu or not self._spec.config.hardware.check_memory:
+            if self._measure is not None:
+                self._refuse_stream()
             return None
+        return self._estimated(plan)
+
+    def _refuse_stream(self) -> None:
+        """Refuse a stream that no class shows to be one, before a run begins.
+
+        Raises:
+            ConfigError: the ranks would refuse the data.
+        """
+        from hetexp.training.streams import check_built_stream
+
+        if problems := check_built_stream(self._spec.strategy, self._spec.config):
+            raise ConfigError(problems)
+
+    def _estimated(self, plan: Plan) -> RunMemory:
+        """Return the memory estimates of a plan's devices, for which data and model are built.
+
+        Raises:
+            ConfigError: the ranks would refuse the data.
+        """
         memory = estimate_memory(plan, self._spec)
         if memory.refusals:
             raise ConfigError(memory.refusals)
