@@ -78,6 +78,59 @@ class Source:
         self.facts = Rows.facts
 
 
+class Stateful(IterableDataset[Sample]):
+    """Rows in an order that the epoch decides, with noise by a global generator; it goes on from a state.
+
+    Args:
+        count: samples of a pass.
+        buffer: samples of a shuffle buffer whose content is no part of the state; 0: none.
+        writes: file that gets a line for each sample that is made.
+    """
+
+    facts = Rows.facts
+
+    def __init__(self, count: int = 77, buffer: int = 0, writes: str | None = None) -> None:
+        self.count, self.buffer, self.writes = count, buffer, writes
+        self.epoch, self.taken, self._begin = 0, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._begin = state["taken"]
+
+    def __iter__(self) -> Iterator[Sample]:
+        self.taken, self._begin = self._begin, 0
+        held: list[Sample] = []
+        while self.taken < self.count:
+            held.append(self._next())
+            if len(held) > self.buffer:
+                yield held.pop(random.randrange(len(held)))
+        yield from held
+
+    def _next(self) -> Sample:
+        order = np.random.default_rng(self.epoch).permutation(self.count)
+        number = int(order[self.taken])
+        self.taken += 1
+        if self.writes is not None:
+            with open(self.writes, "a") as file:  # noqa: PTH123
+                file.write(f"{my_rank()} {number}\n")
+        x = torch.randn(8, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        return x + 0.1 * torch.from_numpy(np.random.randn(8)), x[:3].argmax()
+
+
+class StatefulSource:
+    """A stream that goes on from a state as training data, and a stream as evaluation data."""
+
+    facts = Rows.facts
+
+    def __init__(self, **options: Any) -> None:
+        self.train, self.evaluation = Stateful(**options), Rows(41, first=1000)
+
+
 def generated(count: int = 77) -> Iterator[Sample]:
     """Yield rows; a pass after the first calls it again."""
     yield from Rows(count)

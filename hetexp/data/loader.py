@@ -26,6 +26,7 @@ from hetexp.data.page_locked import PageLocked
 from hetexp.data.prefetch import is_prefetchable, prefetched
 from hetexp.data.sampler import GlobalSampler, Indices, Position
 from hetexp.data.samples import Collate, read
+from hetexp.data.streams.passes import Mark
 from hetexp.data.streams.stream import Held, Stream, StreamSampler
 
 PREFETCH = 2
@@ -294,6 +295,8 @@ def _by_one_process(
             shared, bounds = parts.cut(step, drawn.global_samples)
             indices = [indices[0][first:end] for first, end in bounds]
             loaded = [load[places] for places in indices]
+        if drawn.mark is not None:
+            walk.sampler.stream.marks.add(drawn.position.epoch, drawn.position.offset, drawn.mark)
         last = walk.sampler.is_over(drawn.position)
         counts = drawn.global_samples, drawn.position, shared
         yield _Step(indices, *counts, last, drawn.drawn).filled(loaded, load)
@@ -324,6 +327,8 @@ class _Drawn:
     samples: dict[int, Any]
     """All ranks' samples of a short batch, of which this rank's part was not known before; this rank's own if
     microbatches may only be cut by collating again."""
+    mark: Mark | None
+    """Of the position, if the stream can go on there."""
 
 
 class _Walk(Dataset[Any]):
@@ -337,13 +342,14 @@ class _Walk(Dataset[Any]):
         sampler, collate = self.sampler, self.collate
         indices, self._position = sampler.batch(self._position)
         samples = dict(zip(indices.tolist(), sampler.stream.__getitems__(indices.tolist()), strict=True))
+        mark = sampler.stream.marks.last(self._position.epoch, self._position.offset)
         if len(samples) < sampler.global_batch_size:
-            return _Drawn([indices], len(indices), self._position, sampler.drawn, samples), []
+            return _Drawn([indices], len(indices), self._position, sampler.drawn, samples, mark), []
         parts = [indices[first:end] for first, end in bounds]
         loaded = [collate([samples[place] for place in part.tolist()]) for part in parts]
         has_rows = not isinstance(collate, Collate) or collate.has_rows
         own = {} if has_rows else {place: samples[place] for part in parts for place in part.tolist()}
-        return _Drawn(parts, len(indices), self._position, sampler.drawn, own), loaded
+        return _Drawn(parts, len(indices), self._position, sampler.drawn, own, mark), loaded
 
 
 class _Microbatches(Dataset[Any]):

@@ -133,6 +133,44 @@ def test_a_device_that_comes_walks_to_the_others(train: Train, single: Callable[
     assert difference(hurt.parameters(), single().parameters()) <= LIMIT
 
 
+STATE = ("data._target_=streaming.StatefulSource", "trainer.max_steps=8")
+"""A stream with a state; a checkpoint of step 4 is one batch into its second epoch."""
+READ = "samples are read and dropped"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("buffer", [0, 5])
+def test_a_stream_with_a_state_goes_on_without_a_walk(
+    train: Train, tmp_path: Path, single: Callable[..., Run], buffer: int, workers: int
+) -> None:
+    """Where the state says too little, as with a shuffle buffer, the walk follows."""
+    options = (*STATE, f"+data.buffer={buffer}")
+    whole = single(*options)
+    loader = f"trainer.num_workers={workers}"
+    first = train(*COMMON, *options, *split(3, 1), loader, "trainer.max_steps=4", folder=tmp_path / "first")
+    made = tmp_path / "made.txt"
+    again = (loader, f"resume={first.folder}", f"+data.writes={made}")
+    rest = train(*COMMON, *options, *split(5, 2, 1), *again, folder=tmp_path / "rest")
+    assert rest.losses == pytest.approx(whole.losses[4:], rel=LIMIT)
+    assert difference(rest.parameters(), whole.parameters()) <= LIMIT
+    for rank in range(3):
+        assert (READ in (rest.folder / f"logs/rank_{rank}.log").read_text()) == bool(buffer)
+    if not buffer:
+        # The second epoch's other 45, 16 again, and all 77 of the third; the start looks at two of the first.
+        assert made.read_text().count("\n") <= 3 * (16 + 45 + 77 + 3)
+
+
+def test_a_walk_says_how_many_samples_it_reads(train: Train, tmp_path: Path) -> None:
+    first = train(*COMMON, *split(3, 1), "trainer.max_steps=5", folder=tmp_path / "first")
+    rest = train(
+        *COMMON, *split(3, 1), "trainer.max_steps=6", f"resume={first.folder}", folder=tmp_path / "rest"
+    )
+    assert (
+        f"at sample 64 of epoch 1 by a saved state: 64 {READ}"
+        in (rest.folder / "logs/rank_0.log").read_text()
+    )
+
+
 @pytest.mark.parametrize("function", ["generated", "streamed"])
 def test_a_function_gives_a_stream(train: Train, function: str) -> None:
     options = (*COMMON, f"data._target_=streaming.{function}", "trainer.max_steps=5")

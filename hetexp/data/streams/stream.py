@@ -10,35 +10,34 @@ and the training's own random numbers do not depend on it.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.data.sampler import GlobalSampler, Indices, Position
-from hetexp.data.streams.random_numbers import (
-    keeping_random_states,
-    random_states,
-    seed_host,
-    set_random_states,
+from hetexp.data.streams.passes import (
+    AGAIN,
+    Mark,
+    Marks,
+    Pass,
+    alike,
+    digest,
+    is_stateful,
+    packed,
+    resumed,
+    unpacked,
 )
 
 log = logging.getLogger(__name__)
 
 SKIPPED_AT_ONCE = 256
 """Samples that are taken at once on the way to a position, and dropped."""
-COMPARED = 4096
-"""Most elements of a tensor that ranks compare."""
 EPOCHS = 2.0**36
 """Factor of the epoch in the number that stands for a position."""
 
@@ -82,7 +81,9 @@ class Stream(Dataset[Any]):
         self.source, self.seed = source, 0
         self.length = _length(source)
         """Samples of an epoch by the iterable's own `__len__`; `None`: not known."""
-        self._pass: _Pass | None = None
+        self.marks = Marks()
+        """Of positions from which the stream can go on, if its iterable can."""
+        self._pass: Pass | None = None
         self._held: list[Any] = []
         """Samples of the pass from `_start` on."""
         self._start = 0
@@ -111,28 +112,83 @@ class Stream(Dataset[Any]):
             self._pass, self._held, self._start = None, [], 0
 
     def go_to(self, epoch: int, offset: int) -> bool:
-        """Walk to a position; return false if the epoch ends before it."""
+        """Go on at a position; return false if the epoch ends before it."""
         with self._lock:
             if self._pass is None or self._pass.epoch != epoch or offset < self._start:
-                self._pass, self._held, self._start = _Pass(self.source, epoch, self.seed), [], 0
-                self._compare_first(epoch)
+                self._begin(epoch)
+            left = offset - self._start - len(self._held)
+            if left > 0 and not self._jump(epoch, offset):
+                log.info(
+                    "The stream of `data` cannot go on at sample %d of epoch %d by a saved state: %d samples "
+                    "are read and dropped.",
+                    *(offset, epoch, left),
+                )
             dropped = min(offset - self._start, len(self._held))
             del self._held[:dropped]
             self._start += dropped
             while self._start < offset:
+                assert self._pass is not None
                 skipped = len(self._pass.take(min(SKIPPED_AT_ONCE, offset - self._start)))
                 self._start += skipped
                 if not skipped:
                     return False
             return True
 
-    def hold(self, count: int) -> int:
-        """Hold `count` samples from the present position on, fewer if the epoch ends; return how many."""
+    def _begin(self, epoch: int) -> None:
+        self._pass, self._held, self._start = Pass(self.source, epoch, self.seed), [], 0
+        self._compare_first(epoch)
+
+    def _jump(self, epoch: int, offset: int) -> bool:
+        """Go on from a mark; return false if there is none or the iterable does not go on exactly."""
+        mark = self.marks.find(epoch, offset)
+        walk = None if mark is None else resumed(self.source, epoch, self.seed, mark)
+        if mark is None or walk is None:
+            return False
+        (self._pass, self._held), self._start = walk, mark.start
+        return True
+
+    def hold(self, count: int, batch: int = 0) -> int:
+        """Hold `count` samples from the present position on, fewer if the epoch ends; return how many.
+
+        Args:
+            batch: samples between two positions that the training may be resumed at; 0: at none.
+        """
         assert self._pass is not None, "go_to() comes first"
         with self._lock:
-            if len(self._held) < count:
-                self._held += self._pass.take(count - len(self._held))
+            missing = count - len(self._held)
+            if batch and missing > 0 and self._pass.may_mark:
+                for end in range(self._start + batch, self._start + count + 1, batch):
+                    self._hold_to_mark(end, batch)
+                missing = count - len(self._held)
+            if missing > 0:
+                self._held += self._pass.take(missing)
             return min(len(self._held), count)
+
+    def _hold_to_mark(self, end: int, batch: int) -> None:
+        """Hold the samples up to a position, a batch after the one before, and add its mark."""
+        assert self._pass is not None
+        head = self._start + len(self._held)
+        if end <= head:
+            return
+        start, ahead = max(head, end - AGAIN), max(0, head - (end - batch))
+        lead = tuple(map(digest, self._held[-ahead:])) if ahead and start == head else ()
+        self._held += self._pass.take(start - head)
+        before = self._pass.state()
+        samples = self._pass.take(end - start)
+        self._held += samples
+        if before is not None and len(samples) == end - start:
+            self.marks.add(self._pass.epoch, end, Mark(start, *before, tuple(map(digest, samples)), lead))
+
+    def saved_at(self, position: Position) -> dict[str, Any] | None:
+        """Return what lets another walk go on at a position, as plain JSON types; `None`: nothing does."""
+        with self._lock:
+            mark = self.marks.find(position.epoch, position.offset)
+            return None if mark is None else packed(mark, self.seed)
+
+    def restore(self, position: Position, saved: Mapping[str, Any] | None) -> None:
+        """Let a walk go on at a position by what `saved_at` returned there, if the seed is the same."""
+        if saved is not None and saved["seed"] == self.seed and is_stateful(self.source):
+            self.marks.add(position.epoch, position.offset, unpacked(saved))
 
     def __getitem__(self, place: int) -> Any:
         return self.__getitems__([place])[0]
@@ -160,7 +216,7 @@ class Stream(Dataset[Any]):
         """Warn if epoch 0 begins with another sample than before: then a resumed run has other batches."""
         if epoch or not self._first or not self.hold(1):
             return
-        if not math.isclose(digest(self._first[0]), digest(self._held[0]), rel_tol=1e-6, abs_tol=1e-9):
+        if not alike(digest(self._first[0]), digest(self._held[0])):
             log.warning(
                 "The stream of `data` begins with another sample than at its first pass. Each iter() of it "
                 "must begin at the first sample, and a generator of its own needs a seed: else a resumed run "
@@ -180,40 +236,6 @@ class Held(Dataset[Any]):
 
     def __getitem__(self, place: int) -> Any:
         return self._samples[place]
-
-
-class _Pass:
-    """One walk through an iterable, with random numbers that the seed and the epoch determine."""
-
-    def __init__(self, source: Iterable[Any], epoch: int, seed: int) -> None:
-        self.epoch = epoch
-        self._source, self._seed = source, seed
-        self._iterator: Iterator[Any] | None = None
-        self._states: Any = None
-        # Such samples draw no random numbers, and a thread may not touch the training's.
-        self._draws = not getattr(type(source), "prefetchable", False)
-
-    def take(self, most: int) -> list[Any]:
-        """Return the next samples, fewer at the end."""
-        own: AbstractContextManager[None] = self._own_numbers() if self._draws else nullcontext()
-        with own:
-            if self._iterator is None:
-                set_epoch = getattr(self._source, "set_epoch", None)
-                if callable(set_epoch):
-                    set_epoch(self.epoch)
-                self._iterator = iter(self._source)
-            return list(islice(self._iterator, most))
-
-    @contextmanager
-    def _own_numbers(self) -> Iterator[None]:
-        with keeping_random_states():
-            if self._states is None:
-                seeds = np.random.SeedSequence(self._seed, spawn_key=(self.epoch, 2))  # no order has this key
-                seed_host(int(seeds.generate_state(1, np.uint64)[0] >> np.uint64(1)))
-            else:
-                set_random_states(self._states)
-            yield
-            self._states = random_states()
 
 
 class StreamSampler(GlobalSampler):
@@ -301,7 +323,9 @@ class StreamSampler(GlobalSampler):
         if not self.stream.go_to(0 if self._most is not None else epoch, offset):
             return 0
         count = self.global_batch_size + self._needed
-        return self.stream.hold(count if self._most is None else min(count, max(0, self._most - offset)))
+        if self._most is not None:
+            return self.stream.hold(min(count, max(0, self._most - offset)))
+        return self.stream.hold(count, self.global_batch_size)
 
     def _why_none(self, epoch: int, left: int) -> str:
         if left:
@@ -330,30 +354,6 @@ def evaluation_batches(
         number += 1
         if len(indices):
             yield indices
-
-
-def digest(sample: Any) -> float:
-    """Return a number of a sample that ranks compare; equal within rounding on any machine."""
-    number = sum(math.sqrt(place + 2) * value for place, value in enumerate(_leaves(sample)))
-    return number if math.isfinite(number) else 0.0
-
-
-def _leaves(value: Any) -> Iterator[float]:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        value = torch.from_numpy(np.ascontiguousarray(value.reshape(-1)[:COMPARED]).astype(np.float64))
-    if isinstance(value, torch.Tensor):
-        flat = value.detach().reshape(-1)[:COMPARED].to("cpu", torch.float64)
-        yield float(flat.nan_to_num().abs() @ torch.linspace(1, math.pi, len(flat), dtype=torch.float64))
-    elif isinstance(value, (bool, int, float)):
-        yield float(value)
-    elif isinstance(value, (str, bytes)):
-        yield zlib.crc32(value.encode() if isinstance(value, str) else value) / 2**32
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _leaves(value[key])
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
 
 
 def _length(source: Any) -> int | None:

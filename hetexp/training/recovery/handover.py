@@ -18,6 +18,7 @@ from torch import Tensor
 from hetexp.checkpoint.model_state import first_names, named_parameters
 from hetexp.checkpoint.optimizer_state import pack_optimizer, restore_optimizer
 from hetexp.comm.communicator import Communicator
+from hetexp.data.base import stream_of
 from hetexp.optimizer.build import follow_schedule
 from hetexp.training.nonfinite.loss_scale import LossScale
 from hetexp.training.recovery.carried import Carried
@@ -46,12 +47,14 @@ def send_state(training: Training, store: dist.Store, step_ended: bool, tensors:
     state = training.state
     progress = training.progress if step_ended else training.good
     named, packed = state_of(state) if tensors else ({}, None)
+    stream = stream_of(state.train_data)
     facts = {
         "progress": {
             "step": progress.step,
             "position": progress.position.to_dict(),
             "more": progress.to_dict(),
         },
+        "stream": None if stream is None else stream.saved_at(progress.position),
         "outcome": {key: getattr(training.outcome, key) for key in _OUTCOME},
         "done": {key: getattr(training, key) for key in _DONE},
         "loss_at": list(training.loss_at),
@@ -96,6 +99,8 @@ def receive_state(training: Training, store: dist.Store, donor: int, behind: boo
     raw = facts["progress"]
     progress.__dict__.update(Progress.from_dict(raw["step"], raw["position"], raw["more"]).__dict__)
     training.good = replace(progress)
+    if (stream := stream_of(state.train_data)) is not None:
+        stream.restore(progress.position, facts["stream"])
     set_total_steps(state, facts["total_steps"])
     follow_schedule(state.schedule, progress.step, progress.position.epoch, progress.schedule)
     for key in _OUTCOME:

@@ -13,6 +13,7 @@ from torch import nn
 
 from hetexp.core.config import group_entries, optimizer_keys, own_arguments
 from hetexp.core.errors import CheckpointError
+from hetexp.data.base import stream_of
 from hetexp.data.sampler import Position
 from hetexp.optimizer.build import build_optimizer, follow_schedule, schedule_of
 from hetexp.optimizer.schedule import ClassSchedule, length_of
@@ -48,6 +49,8 @@ def resume(state: TrainState, configured: bool = True) -> Progress:
     restore_random(state, folder)
     state.microbatch_limits = _limits_before(state, saved.extra.get("devices", []))
     progress = Progress.from_dict(saved.step, saved.position, saved.extra["progress"])
+    if (stream := stream_of(state.train_data)) is not None:
+        stream.restore(progress.position, saved.extra.get("stream"))
     _name_changed_data(state, progress, saved.extra.get("data") or {})
     if configured:
         set_total_steps(state, _total_steps(state, progress))

@@ -10,6 +10,7 @@ from hetexp.checkpoint.folder import Snapshot, SnapshotMemory, TrainingState, pa
 from hetexp.checkpoint.manifest import folder_name
 from hetexp.checkpoint.rotation import KEPT_TIMED, Rotation
 from hetexp.core.errors import CheckpointError
+from hetexp.data.base import stream_of
 from hetexp.optimizer.build import follow_schedule
 from hetexp.training.engine import CheckpointParts
 from hetexp.training.saving.random_states import random_files
@@ -114,6 +115,7 @@ def save_before(state: TrainState, good: Progress, first_step: int, saved_at: in
 
 
 def _state(state: TrainState, progress: Progress) -> TrainingState:
+    stream = stream_of(state.train_data)
     return TrainingState(
         step=progress.step,
         position=progress.position.to_dict(),
@@ -126,6 +128,7 @@ def _state(state: TrainState, progress: Progress) -> TrainingState:
             "devices": provenance(state),
             "config": state.plan.config,
             "data": state.data_facts,
+            "stream": None if stream is None else stream.saved_at(progress.position),
             "balancer": state.balancer.to_dict(),
             "loss_scale": state.loss_scale.to_dict() if state.loss_scale is not None else None,
         },

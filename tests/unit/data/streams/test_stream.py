@@ -23,7 +23,8 @@ from hetexp.data.loader import LocalBatch, local_batches, read_ahead
 from hetexp.data.prefetch import is_prefetchable
 from hetexp.data.sampler import Position
 from hetexp.data.samples import Collate
-from hetexp.data.streams.stream import Stream, StreamSampler, digest, evaluation_batches, is_stream
+from hetexp.data.streams.passes import digest
+from hetexp.data.streams.stream import Stream, StreamSampler, evaluation_batches, is_stream
 
 SEED = 3
 SIZES = st.integers(1, 12)
