@@ -86,13 +86,7 @@ class Collate:
         Raises:
             ConfigError: a shipped function cannot make a batch of them, or a key is none of theirs.
         """
-        try:
-            batch = self.function(samples)
-        except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-            if problem := self._problem(samples):
-                raise ConfigError(problem) from error
-            raise
-        return self.pair(batch)
+        return self.pair(_made(self.function, samples, "data.collate"))
 
     def load(self, dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Any, Any]:
         """Return the batch of some samples of a data set, on the host."""
@@ -134,29 +128,74 @@ class Collate:
             inputs = {key: value for key, value in batch.items() if key not in taken}
         return inputs, targets
 
-    def _problem(self, samples: list[Any]) -> str:
-        """Return why samples do not stack; empty for a user's own function, whose error says it."""
-        if not self.stacks and not isinstance(self.function, Pad):
-            return ""
-        found = _mismatch(samples)
-        if found is None:
-            return ""
-        name, first, other = found
-        if other is None:
-            return (
-                f"A sample's {name} must be tensors, NumPy arrays, numbers or text, but are {first} instead. "
-                "Give the data a transform that makes a tensor of it (torchvision: "
-                "+data.transform={_target_: torchvision.transforms.ToTensor}), or write data.collate=list."
-            )
-        if isinstance(self.function, Pad):
-            needs = f"needs samples whose {name} differ in the first dimension only"
-            return f"`data.collate` pad {needs}, but they are {first} and {other}."
-        return must_be(
-            "data.collate",
-            "pad, list or a function of your own if samples differ in shape",
-            None,
-            f"Of two samples the {name} are {first} and {other}.",
+
+class Explained:
+    """A function that makes a batch in a loop of the user's own, whose errors are those of `Collate`.
+
+    Args:
+        function: as `collate_fn` of torch's `DataLoader`; its batch is given as it is.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.stacks = function is default_collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch of some samples.
+
+        Raises:
+            ConfigError: a shipped function cannot make a batch of them.
+        """
+        return _made(self.function, samples, "collate")
+
+
+def stacks(collate: Function) -> bool:
+    """Return whether torch's `default_collate` makes the batch."""
+    return collate.stacks if isinstance(collate, (Collate, Explained)) else collate is default_collate
+
+
+def _made(function: Function, samples: list[Any], key: str) -> Any:
+    """Return a function's batch.
+
+    Args:
+        key: of the function, for messages.
+
+    Raises:
+        ConfigError: a shipped function cannot make a batch of these samples.
+    """
+    try:
+        return function(samples)
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+        if problem := _problem(function, samples, key):
+            raise ConfigError(problem) from error
+        raise
+
+
+def _problem(function: Function, samples: list[Any], key: str) -> str:
+    """Return why samples do not stack; empty for a user's own function, whose error says it."""
+    if function is not default_collate and not isinstance(function, Pad):
+        return ""
+    found = _mismatch(samples)
+    if found is None:
+        return ""
+    name, first, other = found
+    if other is None:
+        fix = "+data.transform={_target_: torchvision.transforms.ToTensor}), or write data.collate=list."
+        if key == "collate":
+            fix = 'transform=torchvision.transforms.ToTensor()), or set collate="list".'
+        return (
+            f"A sample's {name} must be tensors, NumPy arrays, numbers or text, but are {first} instead. "
+            f"Give the data a transform that makes a tensor of it (torchvision: {fix}"
         )
+    if isinstance(function, Pad):
+        needs = f"needs samples whose {name} differ in the first dimension only"
+        return f"`{key}` pad {needs}, but they are {first} and {other}."
+    return must_be(
+        key,
+        "pad, list or a function of your own if samples differ in shape",
+        None,
+        f"Of two samples the {name} are {first} and {other}.",
+    )
 
 
 def read(dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:

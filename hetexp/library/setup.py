@@ -26,7 +26,7 @@ from hetexp.core.split import apportion
 from hetexp.data.base import as_data, indexed, stream_of
 from hetexp.data.loader import PREFETCH, read_ahead
 from hetexp.data.sampler import GlobalSampler
-from hetexp.data.samples import build_function
+from hetexp.data.samples import Explained, build_function
 from hetexp.data.streams.stream import StreamSampler
 from hetexp.hardware.backend import Backend, backend_class
 from hetexp.library.alone import FirstLine, device_alone, plan_alone, torch_device_alone
@@ -318,9 +318,9 @@ def _check_arguments(given: Mapping[str, Any]) -> list[str]:
 def _function_of(collate: Collate | str, problems: list[str]) -> Collate:
     """Return the function, maybe a shipped one by its name; a problem is added to the others."""
     if not isinstance(collate, str):
-        return collate
+        return Explained(collate)
     if collate in COLLATE:
-        return build_function(collate)
+        return Explained(build_function(collate))
     problems.append(must_be("collate", f"a function, {' or '.join(COLLATE)}", collate))
     return default_collate
 
