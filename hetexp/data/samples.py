@@ -57,10 +57,15 @@ class Collate:
         function: makes a batch of a list of samples, as `collate_fn` of torch's `DataLoader`.
         inputs: key or keys of what the model gets (`hetexp.core.config.samples.SampleKeys`).
         targets: key or keys of what the loss gets.
+        ignored: labels that do not count in the loss, of which padding is made; none: -100.
     """
 
     def __init__(
-        self, function: Function = default_collate, inputs: _Keys = None, targets: _Keys = None
+        self,
+        function: Function = default_collate,
+        inputs: _Keys = None,
+        targets: _Keys = None,
+        ignored: Sequence[int] = (),
     ) -> None:
         self.function, self.inputs, self.targets = function, inputs, targets
         self.stacks = function is default_collate
@@ -70,8 +75,9 @@ class Collate:
         self.has_keys = inputs is not None or targets is not None
         self.is_own = not self.has_rows and function is not collate_list
         """Whether the user's own code makes the batch, which may draw random numbers."""
-        if isinstance(function, Pad) and targets is not None:
+        if isinstance(function, Pad):
             function.targets |= set(map(str, _listed(targets)))
+            function.ignored = ignored or function.ignored
 
     @property
     def one_shape(self) -> bool | None:
@@ -204,13 +210,17 @@ def read(dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:
     return many(list(indices)) if many else [dataset[index] for index in indices]
 
 
-def build_collate(keys: Mapping[str, Any]) -> Collate:
+def build_collate(keys: Mapping[str, Any], ignored: Sequence[int] = ()) -> Collate:
     """Return the object of the values of hetexp's own keys in the section `data`.
+
+    Args:
+        ignored: labels that do not count in the loss; none: -100.
 
     Raises:
         ConfigError: `data.collate` builds nothing that can be called.
     """
-    return Collate(build_function(keys.get("collate")), keys.get("inputs"), keys.get("targets"))
+    function = build_function(keys.get("collate"))
+    return Collate(function, keys.get("inputs"), keys.get("targets"), ignored)
 
 
 def build_function(node: str | Mapping[str, Any] | None) -> Function:

@@ -51,8 +51,9 @@ class SourceModel:
         config = state["extra"]["config"]
         if problems := untrusted({name: config[name] for name in ("model", "data")}):
             raise ConfigError(problems)
+        loss = LossConfig(**config.get("loss", {}))
         with seeded(config["trainer"].get("seed", 0)):  # its own split, as in its training
-            self.data = build_data(config["data"])
+            self.data = build_data(config["data"], loss.ignored())
         if stream_of(self.data.train) is not None or stream_of(self.data.evaluation) is not None:
             raise ConfigError("The source model must have data sets with a length, but has a stream.")
         self.model = build_model(config["model"], self.data.facts).eval().requires_grad_(False)
@@ -64,10 +65,8 @@ class SourceModel:
             fix = did_you_mean(layer, [name for name in modules if name]).strip()
             raise ConfigError(must_be("--layer", "the name of a module of the model", layer, fix))
         self._layer = modules[layer]
-        self.loss: Loss = build_loss(
-            config["trainer"].get("loss", "cross_entropy"),
-            LossConfig(**config.get("loss", {})).arguments(),
-        )
+        name = config["trainer"].get("loss", "cross_entropy")
+        self.loss: Loss = build_loss(name, loss.arguments())
         self.scale = scale
         self.target: str = config["model"]["_target_"]
         evaluation = self.data.evaluation

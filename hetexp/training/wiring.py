@@ -99,7 +99,7 @@ def _build_ungrouped(
     backend, device = open_device(plan, config, rank, store)
     # The same seed on every rank: a split that is drawn while the data are built is the same on all ranks.
     seed_all(trainer.seed)
-    data = build_data(config.data)
+    data = build_data(config.data, config.loss.ignored())
     train, evaluation = data.train, data.evaluation
     loss = build_loss(trainer.loss, config.loss.arguments())
     check_evaluation(config, evaluation is not None, loss)

@@ -40,7 +40,7 @@ def coupling(config: Config) -> str | None:
     """
     try:
         with seeded(config.trainer.seed):
-            data = build_data(config.data)
+            data = build_data(config.data, config.loss.ignored())
             model = build_model(config.model, data.facts).double().train()
             train = indexed(same_shape(data.train), SAMPLES)
             bounds = ((0, SAMPLES), (0, CUT), (CUT, SAMPLES))

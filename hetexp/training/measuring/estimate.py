@@ -74,7 +74,7 @@ class RunMemory:
         """Steps of a pass over the data; `None`: not known."""
         try:
             with seeded(config.trainer.seed):
-                data = build_data(config.data)
+                data = build_data(config.data, config.loss.ignored())
                 try:
                     refuse_stream(strategy, config, data.train)
                     head = indexed(same_shape(data.train), PEEKED)
