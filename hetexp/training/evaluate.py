@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hetexp.core.call import call_model
 from hetexp.data.base import stream_of
 from hetexp.data.loader import chop, cut
 from hetexp.data.streams.stream import Stream, evaluation_batches
-from hetexp.training.loss import NoLossError, batch_counts
+from hetexp.training.loss import IndicesChecked, NoLossError, batch_counts
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def _sums(
     state.model.eval()
     with torch.inference_mode():
         for number, (size, (inputs, targets)) in enumerate(batches):
-            output = state.engine.forward(inputs, number, size)
+            output = _output(state, inputs, number, size)
             state.communicator.alive()
             if output is None:
                 continue
@@ -112,6 +113,17 @@ def _sums(
     state.model.train()
     counts = [count, correct, samples, not counts_correct, not has_loss, *terms]
     return torch.tensor(sums, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64), measured
+
+
+def _output(state: TrainState, inputs: Any, number: int, size: int) -> Any:
+    """Return the model's output; a label or a token out of range is named, which ends a CPU's pass."""
+    try:
+        return state.engine.forward(inputs, number, size)
+    except IndexError:
+        if state.engine.computes_loss:  # the rank has the whole model
+            with IndicesChecked():
+                call_model(state.model, state.to_device(inputs))
+        raise
 
 
 @cache

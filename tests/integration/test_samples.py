@@ -120,17 +120,30 @@ def test_local_steps_cut_lists_into_samples(train: Train) -> None:
         ("Net", "one_hot", r"\[2, 3\] and \[2, 3\]\. One-hot labels become classes"),
         ("Net", "from_one_on", r"labels must be from 0 to 2.*training sample 1 is 3"),
         ("Net", "late", r"labels must be from 0 to 2.*training sample 41 is 5"),
+        ("OwnLoss", "own_late", r"labels must be from 0 to 2.*training sample 41 is 5"),
+        ("OwnLoss", "own_wrong", r"labels must be from 0 to 2.*training sample 1 is 3"),
+        (
+            "Tagger",
+            "unknown_token data.targets=labels data.collate=pad",
+            r"tokens must be from 0 to 7.*sample 1 is",
+        ),
+        (
+            "Asserting",
+            "own_late",
+            r"assertion .*in step \d.*samples .*41.*with labels from \d to 5.*probable cause",
+        ),
         ("Detector", "boxes data.collate=pad", r"`data\.collate` pad needs samples whose inputs"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(train: Train, model: str, form: str, words: str) -> None:
     name, *more = form.split()
+    more += ["trainer.loss=model"] if name.startswith("own_") else []
     options = (f"model._target_=sampled.{model}", f"+data.form={name}", *more)
     with pytest.raises(RunFailedError, match=words) as caught:
         train(*COMMON, *options, *TWO)
     assert "Traceback" not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-    assert ("at step" in str(caught.value)) == (name == "late")
+    assert ("at step" in str(caught.value)) == name.endswith("late")
 
 
 def test_samples_of_later_steps_that_do_not_stack_are_one_sentence(train: Train) -> None:

@@ -28,7 +28,16 @@ from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.memory.out_of_memory import is_out_of_memory
 from hetexp.model.base import WithAuxiliary
 from hetexp.model.first_call import as_before
-from hetexp.training.loss import LabelError, Loss, ModelLoss, count_of, summed
+from hetexp.training.loss import (
+    IndicesChecked,
+    LabelError,
+    Loss,
+    ModelLoss,
+    TokenError,
+    count_of,
+    placed,
+    summed,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +51,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     with as_before(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
         model.train()
         yield
+
+
+def normalise_alone(model: nn.Module) -> None:
+    """Let batch norms use their running statistics, so that a sample's result does not depend on others."""
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None:
+            module.eval()
 
 
 def try_out(model: nn.Module, inputs: Any) -> list[Tensor | None]:
@@ -121,28 +137,41 @@ class Trial:
             ConfigError: the model does not take the inputs, or the loss cannot be computed of its output.
         """
         inputs, targets = batch
-        model = _twin(self.model)
+        model, samples = _twin(self.model), range(min(2, len(dataset)))  # type: ignore[arg-type]
         try:
             with undisturbed(model):
                 if len(_first(batch)) < 2:
                     model.eval()  # normalising over a batch refuses a single sample
                 with self.autocast():
-                    self._lost(self._output(model, inputs), targets)
+                    try:
+                        output = self._output(model, inputs)
+                    except (LabelError, TokenError) as error:
+                        raise self._placed(error, model, dataset, samples) from None
+                    self._lost(output, targets)
                 if isinstance(self.collate.function, Pad):
-                    self._check_padding(model, read(dataset, range(len(_first(batch)))))
+                    self._check_padding(model, read(dataset, samples))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
 
     def _output(self, model: nn.Module, inputs: Any) -> Any:
         try:
-            return call_model(model, self.move(inputs))
+            with IndicesChecked():
+                return call_model(model, self.move(inputs))
         except HetexpError:
             raise
         except Exception as error:  # the user's own model runs any code
             if is_out_of_memory(error):
                 raise
             raise ConfigError(self._refused(inputs, error)) from error
+
+    def _placed(
+        self, error: LabelError | TokenError, model: nn.Module, dataset: Dataset[Any], samples: range
+    ) -> Exception:
+        """Return the error of an index that is out of range, with the place of its sample."""
+        normalise_alone(model)
+        load = self.collate.load
+        return placed(error, samples, lambda sample: call_model(model, self.move(load(dataset, [sample])[0])))
 
     def _refused(self, inputs: Any, error: Exception) -> str:
         """Return why the model does not take the inputs."""

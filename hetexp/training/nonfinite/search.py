@@ -151,7 +151,7 @@ def search(
     """
     is_finite = _FiniteCheck(state, None if of_loss else factor)
     try:
-        with _for_single_samples(state):
+        with for_single_samples(state):
             return _narrow(suspects, is_finite, of_loss)
     except Exception:  # memory ran out, or the model refuses a single sample: no samples are named
         return NonFiniteSamples()
@@ -224,7 +224,7 @@ class _FiniteCheck:
 
 
 @contextmanager
-def _for_single_samples(state: TrainState) -> Iterator[None]:
+def for_single_samples(state: TrainState) -> Iterator[None]:
     """Let batch norms use their running statistics in the block; restore modes and random states."""
     device = state.device
     devices = [device.index or 0] if device.type in ("cuda", "xpu") else []
