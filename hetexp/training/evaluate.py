@@ -80,9 +80,8 @@ def _sums(
     The counts are elements, right ones, samples, whether the loss does not define which are right, whether a
     model returned no loss, and those of the loss's terms.
     """
-    loss = state.loss
     count, correct, samples = 0.0, 0.0, 0
-    sums, terms = [0.0] * (loss.num_terms or 1), [0.0] * loss.num_terms
+    sums, terms = [0.0] * (state.loss.num_terms or 1), [0.0] * state.loss.num_terms
     measured: torch.Tensor | None = None
     counts_correct, has_loss = True, True
     state.model.eval()
@@ -92,7 +91,7 @@ def _sums(
             state.communicator.alive()
             if output is None:
                 continue
-            on_device = state.targets_for(output, targets)
+            on_device, loss = state.targets_for(output, targets), state.loss.for_samples(size)
             with state.autocast():
                 try:
                     sums = [a + b for a, b in zip(sums, loss.sums(output, on_device), strict=True)]
@@ -103,7 +102,7 @@ def _sums(
             if own_sums is not None:
                 own_sums = own_sums.double().cpu()
                 measured = own_sums if measured is None else measured + own_sums
-            of_batch, of_terms = batch_counts(loss, [targets])
+            of_batch, of_terms = batch_counts(loss, [targets], [size])
             count += of_batch
             terms = [a + b for a, b in zip(terms, of_terms, strict=True)]
             right = loss.correct(output, on_device)

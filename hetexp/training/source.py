@@ -142,12 +142,14 @@ class SourceModel:
 
         replacements: Sequence[Replace] = (lambda vectors: vectors, reconstructed, torch.zeros_like)
         samples = Subset(self.data.evaluation, range(first, end))
-        for inputs, targets in DataLoader(samples, batch_size, collate_fn=self.data.collate):
+        batches = DataLoader(samples, batch_size, collate_fn=self.data.collate)
+        for number, (inputs, targets) in enumerate(batches):
+            loss = self.loss.for_samples(min(batch_size, end - first - number * batch_size))
             moved = on_device(inputs, device, dtype), on_device(targets, device, dtype)
-            sums[0] += count_of(self.loss, targets)
+            sums[0] += count_of(loss, targets)
             for place, replacement in enumerate(replacements, 1):
                 with torch.inference_mode(), self._replaced(replacement):
-                    sums[place] += float(self.loss.total(self._call(moved[0]), moved[1]))
+                    sums[place] += float(loss.total(self._call(moved[0]), moved[1]))
             alive()
         return sums
 

@@ -29,7 +29,6 @@ from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data, indexed, same_shape
 from hetexp.data.page_locked import on_device
-from hetexp.data.samples import Collate
 from hetexp.hardware.backend import Backend, backend_class, visible_places
 from hetexp.logger.base import Logger, RunInfo
 from hetexp.logger.guard import GuardedLogger
@@ -114,7 +113,7 @@ def _build_ungrouped(
     dtype = torch.float64 if plan.precisions[rank] == "float64" else torch.float32
     head = indexed(same_shape(train), 2)
     first = first_batch(head, data.collate, plan)
-    _check_count(loss, data.collate, first[1])
+    batch_counts(loss, [first[1]], [min(2, len(head))])  # type: ignore[arg-type]  # map-style, as `indexed` is
     model = _build_model(config, data.facts, first[0], dtype)
     check_hooks(model, train)
     facts = {"data": data_facts(data, sampler), "model": model_facts(model)}
@@ -193,18 +192,6 @@ def _build_model(config: Config, facts: Mapping[str, Any], inputs: Any, dtype: t
     if weights is not None:
         load_weights(model, Path(weights), strict)
     return model
-
-
-def _check_count(loss: Loss, collate: Collate, targets: Any) -> None:
-    """Check that the loss can count the elements of a batch.
-
-    Raises:
-        ConfigError: it cannot, or takes rows for samples where tensors have none.
-    """
-    if loss.counts_rows and not collate.has_rows:
-        accepted = "the dotted path of a function of the targets, as a batch's tensors have no rows to count"
-        raise ConfigError(must_be("loss.count", accepted, "samples"))
-    batch_counts(loss, [targets])
 
 
 def _check_sparse(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -46,6 +46,34 @@ FORMS = {
         "data.collate=list",
         "trainer.loss=sampled.ByBox",
     ),
+    "list-own-loss": (
+        "model._target_=sampled.BoxLoss",
+        "+data.form=named_boxes",
+        "data.collate=list",
+        "trainer.loss=model",
+        "loss.count=samples",
+    ),
+    "graphs-own-loss": (
+        "model._target_=sampled.GraphLoss",
+        "+data.form=points",
+        "data.collate=sampled.batched_graphs",
+        "trainer.loss=model",
+        "loss.count=samples",
+    ),
+    "list-sum": (
+        "model._target_=sampled.BoxLoss",
+        "+data.form=named_boxes",
+        "data.collate=list",
+        "trainer.loss=sum",
+        "loss.terms={own:{loss:model,count:samples,factor:0.7}}",
+    ),
+    "pad-other-label": (
+        "model._target_=sampled.Tagger",
+        "+data.form=sequence",
+        "data.targets=labels",
+        "data.collate={_target_: pad, mask: real}",
+        "loss.ignore_index=-7",
+    ),
     "graphs": (
         "model._target_=sampled.GraphNet",
         "+data.form=points",
@@ -73,6 +101,22 @@ def test_any_form_equals_one_device(train: Train, form: str) -> None:
     assert final.get("accuracy") == expected.get("accuracy")
 
 
+def test_padding_follows_the_label_that_does_not_count(train: Train) -> None:
+    usual, other = train(*COMMON, *FORMS["pad"], *ONE), train(*COMMON, *FORMS["pad-other-label"], *ONE)
+    assert worst(other, usual, STEPS) == (0.0, 0.0)
+
+
+def test_a_wrong_label_of_the_evaluation_is_one_sentence(train: Train) -> None:
+    options = (
+        "model._target_=sampled.OwnLoss",
+        "data._target_=sampled.wrong_evaluation",
+        "trainer.loss=model",
+    )
+    with pytest.raises(RunFailedError, match=r"labels must be from 0 to 2.* is 5 instead") as caught:
+        train(*COMMON, *options, *TWO)
+    assert "Traceback" not in str(caught.value)
+
+
 def test_dicts_equal_pairs(train: Train) -> None:
     pairs = train(*COMMON, "model._target_=sampled.Net", "+data.form=pair", *ONE)
     for form in ("dict", "part", "positions", "int32"):
@@ -83,7 +127,7 @@ LOCAL = ("strategy=local_sgd", "strategy.sync_every=2", "trainer.checkpoint_ever
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("form", ["list", "graphs", "pad"])
+@pytest.mark.parametrize("form", ["list", "list-own-loss", "graphs", "pad"])
 @pytest.mark.parametrize("ways", [LOCAL, ("balancing=profiled",)], ids=["local_sgd", "profiled"])
 def test_each_way_of_drawing_samples_takes_them(
     train: Train, form: str, ways: tuple[str, ...], workers: int

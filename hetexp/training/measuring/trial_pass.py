@@ -147,7 +147,7 @@ class Trial:
                         output = self._output(model, inputs)
                     except (LabelError, TokenError) as error:
                         raise self._placed(error, model, dataset, samples) from None
-                    self._lost(output, targets)
+                    self._lost(output, targets, len(samples))
                 if isinstance(self.collate.function, Pad):
                     self._check_padding(model, read(dataset, samples))
         except RuntimeError as error:
@@ -190,14 +190,15 @@ class Trial:
         fails = f"{call} fails with {shown}"
         return f"`model` must take the inputs of the data, but {fails}: {_reason(error)}"
 
-    def _lost(self, output: Any, targets: Any) -> None:
+    def _lost(self, output: Any, targets: Any, num_samples: int) -> None:
         plain = output.output if isinstance(output, WithAuxiliary) else output
         unnamed = isinstance(targets, Mapping) and self.collate.targets is None
         unnamed = unnamed and not isinstance(self.loss, ModelLoss)  # which gets the whole sample
+        loss = self.loss.for_samples(num_samples)
         try:
-            count_of(self.loss, targets)
+            count_of(loss, targets)
             self.loss.check(plain, targets)  # before a card reads them, whose own check ends the process
-            summed(self.loss, output, self._moved(targets))
+            summed(loss, output, self._moved(targets))
         except LabelError as error:
             raise error.in_samples([(None, targets)], [[0, 1]]) from None
         except Exception as error:  # the user's own loss runs any code
@@ -221,7 +222,8 @@ class Trial:
             for batch in (samples, *([sample] for sample in samples)):
                 inputs, targets = self.collate(batch)
                 output = call_model(model, self.move(inputs))
-                losses.append(float(summed(self.loss, output, self._moved(targets))))
+                loss = self.loss.for_samples(len(batch))
+                losses.append(float(summed(loss, output, self._moved(targets))))
         together, *alone = losses
         if abs(together - sum(alone)) > ROUNDING * max(abs(together), sum(map(abs, alone))):
             log.warning(
