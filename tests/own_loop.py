@@ -41,6 +41,32 @@ class Weighted(Loss):
         return functional.cross_entropy(output, targets, CLASS_WEIGHTS.to(output), reduction="sum")
 
 
+class TwoHeads(nn.Module):
+    """Gives classes and numbers, each by weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classes, self.numbers = nn.Linear(5, 16), nn.Linear(16, 3), nn.Linear(16, 2)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(inputs).tanh()
+        return self.classes(hidden), self.numbers(hidden)
+
+
+Term = tuple[torch.Tensor, float | torch.Tensor]
+
+
+def two_losses(output: Any, inputs: torch.Tensor, targets: torch.Tensor) -> list[Term]:
+    """Return two means with their counts: over the classes that are known, and over all positive numbers."""
+    classes, numbers = output
+    wanted = inputs[:, :2] * 2
+    kept = wanted > 0
+    return [
+        (functional.cross_entropy(classes, targets), (targets != -100).sum()),
+        (0.3 * functional.mse_loss(numbers[kept], wanted[kept]), float(kept.sum())),
+    ]
+
+
 def tokens() -> TensorDataset:
     """Return sequences of 6 tokens of which between none and all have a label."""
     generator = torch.Generator().manual_seed(1)
@@ -69,6 +95,8 @@ def make(case: str) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
         model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 11)).double()
     elif case == "weighted":
         model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    elif case == "several":
+        model = TwoHeads().double()
     elif case == "norm":
         model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).double()
     else:
@@ -77,7 +105,7 @@ def make(case: str) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     if case == "weighted":
         inputs, classes = rows(masked=False).tensors
         return model, optimizer, TensorDataset(inputs.double(), classes)
-    return model, optimizer, tokens() if case == "tokens" else rows(masked=case == "norm")
+    return model, optimizer, tokens() if case == "tokens" else rows(masked=case in ("norm", "several"))
 
 
 def mean_loss(output: torch.Tensor, targets: torch.Tensor, case: str = "") -> torch.Tensor:
@@ -99,7 +127,11 @@ def plain_loop(case: str, steps: int) -> Iterator[tuple[float, dict[str, torch.T
         indices, position = sampler.batch(position)
         inputs, targets = data[indices.tolist()]
         optimizer.zero_grad()
-        loss = mean_loss(model(inputs), targets, case)
+        if case == "several":
+            (a, _), (b, _) = two_losses(model(inputs), inputs, targets)
+            loss = a + b
+        else:
+            loss = mean_loss(model(inputs), targets, case)
         loss.backward()
         if case == "tokens":
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -136,11 +168,16 @@ def main() -> None:
         for inputs, targets in run.batches():
             if run.rank == 1 and run.step == options.fail_at:
                 raise ArithmeticError("this script does not like its data")
-            loss = mean_loss(run.model(inputs), targets, options.case)
-            losses.append(float(loss.detach()))
             counts.append(int((targets != -100).sum()))
-            weighted = options.case == "weighted"
-            run.backward(loss, count=CLASS_WEIGHTS[targets].sum() if weighted else counts[-1])
+            if options.case == "several":
+                terms = two_losses(run.model(inputs), inputs, targets)
+                losses.append(float(terms[0][0].detach()))
+                run.backward(terms)
+            else:
+                loss = mean_loss(run.model(inputs), targets, options.case)
+                losses.append(float(loss.detach()))
+                weighted = options.case == "weighted"
+                run.backward(loss, count=CLASS_WEIGHTS[targets].sum() if weighted else counts[-1])
             if run.step_due:
                 norm = run.clip_norm(CLIP if options.case == "tokens" else 1e9)
                 optimizer.step()
@@ -167,6 +204,7 @@ def main() -> None:
 def test(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     inputs, targets = batch
     output = model(inputs)
+    output = output[0] if isinstance(output, tuple) else output
     right = (output.argmax(dim=-1) == targets).sum()
     total = functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")
     return {"loss": total, "accuracy": right, "count": (targets != -100).sum()}

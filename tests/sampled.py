@@ -44,6 +44,13 @@ class Both:
         self.evaluation = Made(lambda _, n: make(torch.Generator().manual_seed(999 + n), n), 22)
 
 
+def wrong_evaluation() -> Both:
+    """Return data with a wrong label in the evaluation alone."""
+    data = Both("as_dict")
+    data.evaluation = Made(own_late, 60)
+    return data
+
+
 def only_train(form: str, num_samples: int = 60) -> Made:
     """Return training data without evaluation data."""
     return Made(globals()[form], num_samples)
@@ -77,6 +84,16 @@ def int32(generator: torch.Generator, index: int) -> Any:
 def from_one_on(generator: torch.Generator, index: int) -> Any:
     x, label = pair(generator, index)
     return x, label + 1 if index != 1 else torch.tensor(CLASSES)
+
+
+def own_wrong(generator: torch.Generator, index: int) -> Any:
+    x, label = from_one_on(generator, index)
+    return {"x": x, "labels": label}
+
+
+def own_late(generator: torch.Generator, index: int) -> Any:
+    x, label = late(generator, index)
+    return {"x": x, "labels": label}
 
 
 def late(generator: torch.Generator, index: int) -> Any:
@@ -118,6 +135,16 @@ def rows(generator: torch.Generator, index: int) -> Any:
 def boxes(generator: torch.Generator, index: int) -> Any:
     image = torch.randn(3, 5 + index % 3, 6 + index % 4, generator=generator, dtype=torch.float64)
     return image, {"boxes": torch.rand(1 + index % 3, 4, generator=generator, dtype=torch.float64)}
+
+
+def named_boxes(generator: torch.Generator, index: int) -> Any:
+    image, found = boxes(generator, index)
+    return {"image": image, **found}
+
+
+def unknown_token(generator: torch.Generator, index: int) -> Any:
+    sample = sequence(generator, index)
+    return sample | {"ids": sample["ids"] + (index == 1) * 2 * TOKENS}
 
 
 def points(generator: torch.Generator, index: int) -> Any:
@@ -212,6 +239,50 @@ class Detector(nn.Module):
 
     def forward(self, images: list[torch.Tensor]) -> list[torch.Tensor]:
         return [self.head(self.features(image[None]).relu().mean((2, 3)))[0] for image in images]
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss by itself, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+class Asserting(OwnLoss):
+    """Fails at a label out of range as a card does, whose kernels say nothing about it."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if int(labels.max()) >= CLASSES:
+            raise RuntimeError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`")
+        return super().forward(x, labels)
+
+
+class BoxLoss(nn.Module):
+    """Returns the mean over images of each one's squared errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.detector = Detector()
+
+    def forward(self, image: list[torch.Tensor], boxes: list[torch.Tensor]) -> Any:
+        found = zip(self.detector(image), boxes, strict=True)
+        return {"loss": torch.stack([((box - wanted) ** 2).sum() for box, wanted in found]).mean()}
+
+
+class GraphLoss(nn.Module):
+    """Returns the mean over graphs of the cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GraphNet()
+
+    def forward(self, graphs: Graphs) -> Any:
+        return (nn.functional.cross_entropy(self.net(graphs), graphs.y),)
 
 
 class ByBox(Loss):

@@ -73,10 +73,6 @@ def by_name(samples):
     return {"images": images, "targets": targets}
 
 
-def num_images(batch):
-    return len(batch["images"])
-
-
 def plain(epochs, report):
     model, data = build(), Photos()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)

@@ -265,7 +265,7 @@ def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., A
     except (TypeError, ValueError):  # builtins without one: the constructor itself will judge
         return []
     hints = _hints(located)
-    accepts_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    accepts_any = _takes_any(located)
     named = {
         name: p
         for name, p in signature.parameters.items()
@@ -296,6 +296,28 @@ def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., A
     if not problems and isinstance(judge, staticmethod):
         problems += judge.__func__(**arguments)
     return problems
+
+
+def _takes_any(located: Callable[..., Any]) -> bool:
+    """Return whether a callable takes arguments that its signature does not name.
+
+    A decorator with `functools.wraps` shows the signature of what it decorates, and may take more. Hugging
+    Face's configurations do, whose `__post_init__` makes attributes of all other arguments.
+    """
+    layers: list[Any] = [located]
+    if inspect.isclass(located) and not hasattr(located, "__signature__"):
+        made = (located.__init__, located.__new__, getattr(located, "__post_init__", None))
+        layers += filter(inspect.isfunction, made)
+    for layer in layers:  # which grows by what each one decorates
+        try:
+            shown = inspect.signature(layer, follow_wrapped=False).parameters.values()
+        except (TypeError, ValueError):  # a builtin that shows none
+            shown = {}.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown):
+            return True
+        if hasattr(layer, "__wrapped__"):
+            layers.append(layer.__wrapped__)
+    return False
 
 
 def _given_later(key: str, names: Sequence[str]) -> Sequence[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,7 +53,7 @@ class Data:
     """Makes batches `(inputs, targets)` of samples of `train` and `evaluation`."""
 
 
-def build_data(node: Mapping[str, Any]) -> Data:
+def build_data(node: Mapping[str, Any], ignored: Sequence[int] = ()) -> Data:
     """Build the data that the `data` section describes.
 
     A plain data set is training data without evaluation; its `facts` are used if it has any. So is a mapping
@@ -61,6 +61,7 @@ def build_data(node: Mapping[str, Any]) -> Data:
 
     Args:
         node: the section, with `_target_`.
+        ignored: labels that do not count in the loss (`LossConfig.ignored`).
 
     Raises:
         ConfigError: `_target_` builds neither a data source nor a data set.
@@ -97,7 +98,7 @@ def build_data(node: Mapping[str, Any]) -> Data:
     train, evaluation = as_data(in_torch(train)), as_data(in_torch(evaluation))
     assert train is not None, "as checked"
     train, evaluation = _with_evaluation(train, evaluation, wanted, seed)
-    return Data(train, evaluation, facts, source, collate=build_collate(keys))
+    return Data(train, evaluation, facts, source, collate=build_collate(keys, ignored))
 
 
 def _instantiated(node: Mapping[str, Any]) -> Any:

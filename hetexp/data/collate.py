@@ -15,7 +15,7 @@ from hetexp.core.errors import ConfigError, must_be
 from hetexp.data.padded import IGNORED
 
 TARGETS = ("labels", "label", "targets", "target")
-"""Names of parts whose integers are padded with `IGNORED`."""
+"""Names of parts whose integers are padded with a label that does not count."""
 
 
 def collate_list(samples: list[Any]) -> Any:
@@ -39,7 +39,7 @@ class Pad:
 
     Args:
         values: what the padding holds: a number, or a number a key. By default 0, and for integers that are
-            targets -100, which counts in no loss.
+            targets the label that does not count in `trainer.loss` (`loss.ignore_index`, else -100).
         mask: name of an input that says which elements are real, 1, and which padding, 0; `None`: none.
         mask_type: type of the mask.
         length: length of every batch, for devices that need samples of one shape; `None`: that of its longest
@@ -56,6 +56,8 @@ class Pad:
         keys: list[str] | None = None,
     ) -> None:
         self.length, self.targets = length, set(TARGETS)
+        self.ignored: Sequence[int] = (IGNORED,)
+        """Labels that do not count in the loss: several if it is a sum of losses that differ in them."""
         self._values, self._mask, self._keys = values, mask, keys
         self._mask_dtype = torch.bool if mask_type == "bool" else torch.int64
 
@@ -120,7 +122,11 @@ class Pad:
         if key not in self.targets and key != "1":
             return 0
         if row.dtype.is_signed and not row.is_floating_point() and not row.is_complex():
-            return IGNORED
+            if len(self.ignored) == 1:
+                return self.ignored[0]
+            labels = ", ".join(map(str, self.ignored))
+            accepted = f"given if the terms of the loss ignore different labels ({labels})"
+            raise ConfigError(must_be(f"data.collate.values.{key}", accepted, None))
         accepted = f"given if {_shown(key)} of {str(row.dtype).removeprefix('torch.')} differ in length"
         fix = "All their elements count, in mse too: choose a value that your own loss leaves out."
         raise ConfigError(must_be(f"data.collate.values.{key}", accepted, None, fix))

@@ -25,7 +25,7 @@ from hetexp.data.in_memory import Rows, rows_of
 from hetexp.data.page_locked import PageLocked
 from hetexp.data.prefetch import is_prefetchable, prefetched
 from hetexp.data.sampler import GlobalSampler, Indices, Position
-from hetexp.data.samples import Collate, read
+from hetexp.data.samples import Collate, read, stacks
 from hetexp.data.streams.passes import Mark
 from hetexp.data.streams.stream import Held, Stream, StreamSampler
 
@@ -144,7 +144,7 @@ def read_ahead(
 
 def _may_thread(dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> bool:
     """Return whether loading in a thread changes no result; a user's collate function may draw numbers."""
-    is_own = collate.is_own if isinstance(collate, Collate) else collate is not default_collate
+    is_own = collate.is_own if isinstance(collate, Collate) else not stacks(collate)
     return not is_own and is_prefetchable(dataset)
 
 
@@ -369,8 +369,7 @@ class _Microbatches(Dataset[Any]):
             return None
         if self._load is None:
             collate = self._collate
-            stacks = collate.stacks if isinstance(collate, Collate) else collate is default_collate
-            rows = rows_of(self._dataset) if stacks else None
+            rows = rows_of(self._dataset) if stacks(collate) else None
             self._load = self._collated if rows is None else self._taken(rows)
         return self._load(indices)
 

@@ -57,10 +57,15 @@ class Collate:
         function: makes a batch of a list of samples, as `collate_fn` of torch's `DataLoader`.
         inputs: key or keys of what the model gets (`hetexp.core.config.samples.SampleKeys`).
         targets: key or keys of what the loss gets.
+        ignored: labels that do not count in the loss, of which padding is made; none: -100.
     """
 
     def __init__(
-        self, function: Function = default_collate, inputs: _Keys = None, targets: _Keys = None
+        self,
+        function: Function = default_collate,
+        inputs: _Keys = None,
+        targets: _Keys = None,
+        ignored: Sequence[int] = (),
     ) -> None:
         self.function, self.inputs, self.targets = function, inputs, targets
         self.stacks = function is default_collate
@@ -70,8 +75,9 @@ class Collate:
         self.has_keys = inputs is not None or targets is not None
         self.is_own = not self.has_rows and function is not collate_list
         """Whether the user's own code makes the batch, which may draw random numbers."""
-        if isinstance(function, Pad) and targets is not None:
+        if isinstance(function, Pad):
             function.targets |= set(map(str, _listed(targets)))
+            function.ignored = ignored or function.ignored
 
     @property
     def one_shape(self) -> bool | None:
@@ -86,13 +92,7 @@ class Collate:
         Raises:
             ConfigError: a shipped function cannot make a batch of them, or a key is none of theirs.
         """
-        try:
-            batch = self.function(samples)
-        except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-            if problem := self._problem(samples):
-                raise ConfigError(problem) from error
-            raise
-        return self.pair(batch)
+        return self.pair(_made(self.function, samples, "data.collate"))
 
     def load(self, dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Any, Any]:
         """Return the batch of some samples of a data set, on the host."""
@@ -134,29 +134,74 @@ class Collate:
             inputs = {key: value for key, value in batch.items() if key not in taken}
         return inputs, targets
 
-    def _problem(self, samples: list[Any]) -> str:
-        """Return why samples do not stack; empty for a user's own function, whose error says it."""
-        if not self.stacks and not isinstance(self.function, Pad):
-            return ""
-        found = _mismatch(samples)
-        if found is None:
-            return ""
-        name, first, other = found
-        if other is None:
-            return (
-                f"A sample's {name} must be tensors, NumPy arrays, numbers or text, but are {first} instead. "
-                "Give the data a transform that makes a tensor of it (torchvision: "
-                "+data.transform={_target_: torchvision.transforms.ToTensor}), or write data.collate=list."
-            )
-        if isinstance(self.function, Pad):
-            needs = f"needs samples whose {name} differ in the first dimension only"
-            return f"`data.collate` pad {needs}, but they are {first} and {other}."
-        return must_be(
-            "data.collate",
-            "pad, list or a function of your own if samples differ in shape",
-            None,
-            f"Of two samples the {name} are {first} and {other}.",
+
+class Explained:
+    """A function that makes a batch in a loop of the user's own, whose errors are those of `Collate`.
+
+    Args:
+        function: as `collate_fn` of torch's `DataLoader`; its batch is given as it is.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.stacks = function is default_collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch of some samples.
+
+        Raises:
+            ConfigError: a shipped function cannot make a batch of them.
+        """
+        return _made(self.function, samples, "collate")
+
+
+def stacks(collate: Function) -> bool:
+    """Return whether torch's `default_collate` makes the batch."""
+    return collate.stacks if isinstance(collate, (Collate, Explained)) else collate is default_collate
+
+
+def _made(function: Function, samples: list[Any], key: str) -> Any:
+    """Return a function's batch.
+
+    Args:
+        key: of the function, for messages.
+
+    Raises:
+        ConfigError: a shipped function cannot make a batch of these samples.
+    """
+    try:
+        return function(samples)
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+        if problem := _problem(function, samples, key):
+            raise ConfigError(problem) from error
+        raise
+
+
+def _problem(function: Function, samples: list[Any], key: str) -> str:
+    """Return why samples do not stack; empty for a user's own function, whose error says it."""
+    if function is not default_collate and not isinstance(function, Pad):
+        return ""
+    found = _mismatch(samples)
+    if found is None:
+        return ""
+    name, first, other = found
+    if other is None:
+        fix = "+data.transform={_target_: torchvision.transforms.ToTensor}), or write data.collate=list."
+        if key == "collate":
+            fix = 'transform=torchvision.transforms.ToTensor()), or set collate="list".'
+        return (
+            f"A sample's {name} must be tensors, NumPy arrays, numbers or text, but are {first} instead. "
+            f"Give the data a transform that makes a tensor of it (torchvision: {fix}"
         )
+    if isinstance(function, Pad):
+        needs = f"needs samples whose {name} differ in the first dimension only"
+        return f"`{key}` pad {needs}, but they are {first} and {other}."
+    return must_be(
+        key,
+        "pad, list or a function of your own if samples differ in shape",
+        None,
+        f"Of two samples the {name} are {first} and {other}.",
+    )
 
 
 def read(dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:
@@ -165,13 +210,17 @@ def read(dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:
     return many(list(indices)) if many else [dataset[index] for index in indices]
 
 
-def build_collate(keys: Mapping[str, Any]) -> Collate:
+def build_collate(keys: Mapping[str, Any], ignored: Sequence[int] = ()) -> Collate:
     """Return the object of the values of hetexp's own keys in the section `data`.
+
+    Args:
+        ignored: labels that do not count in the loss; none: -100.
 
     Raises:
         ConfigError: `data.collate` builds nothing that can be called.
     """
-    return Collate(build_function(keys.get("collate")), keys.get("inputs"), keys.get("targets"))
+    function = build_function(keys.get("collate"))
+    return Collate(function, keys.get("inputs"), keys.get("targets"), ignored)
 
 
 def build_function(node: str | Mapping[str, Any] | None) -> Function:

@@ -29,7 +29,7 @@ from hetexp.library.batches import (
     stream_part_batches,
 )
 from hetexp.library.front import Call, Called, Front, keeping_modes
-from hetexp.library.step import Reduction, ScriptStep
+from hetexp.library.step import Reduction, ScriptStep, Terms
 from hetexp.library.whole_batch import WholeBatch
 from hetexp.training.engine import StepResult
 from hetexp.training.loop import MetricsWindow, Outcome, rebalance
@@ -184,7 +184,7 @@ class Run(WholeBatch):
         return self._collate([indexed(self._state.train_data, 1)[0]])
 
     def backward(
-        self, loss: torch.Tensor, count: Number | None = None, *, reduction: Reduction = "mean"
+        self, loss: torch.Tensor | Terms, count: Number | None = None, *, reduction: Reduction = "mean"
     ) -> None:
         """Run `loss.backward()` so that the step's gradient is that of the mean over the whole batch.
 
@@ -193,7 +193,8 @@ class Run(WholeBatch):
         afterwards gets the gradient of the whole batch.
 
         Args:
-            loss: of the last batch, computed from the output of `model`.
+            loss: of the last batch, computed from the output of `model`; or a list of pairs `(loss, count)`,
+                whose means over the whole batch are added up, each over its own count.
             count: number of elements that the loss is the mean of (unmasked tokens, for instance), or the sum
                 of their weights; by default the batch's samples. If it is 0, the loss is ignored.
             reduction: `sum` for a loss that is the sum over the elements.

@@ -26,7 +26,7 @@ from hetexp.core.split import apportion
 from hetexp.data.base import as_data, indexed, stream_of
 from hetexp.data.loader import PREFETCH, read_ahead
 from hetexp.data.sampler import GlobalSampler
-from hetexp.data.samples import build_function
+from hetexp.data.samples import Explained, build_function
 from hetexp.data.streams.stream import StreamSampler
 from hetexp.hardware.backend import Backend, backend_class
 from hetexp.library.alone import FirstLine, device_alone, plan_alone, torch_device_alone
@@ -141,7 +141,6 @@ def setup(
     arguments = _Given(model, optimizer, as_data(dataset) or dataset, as_data(eval_dataset), given, collate)
     sampler = _sampler(arguments.train, global_batch_size, seed, drop_last)
     state = _state(plan, read_config(plan.config), rank, store, arguments, sampler)
-    keep_replicas_equal(optimizer, plan.devices)
     called = Called(model)
     assert isinstance(state.engine, Replica), "`hetexp launch` has refused other strategies"
     state.engine.connect(plan, store, again=False)
@@ -236,6 +235,7 @@ def _state(
         if plan.world_size > 1:  # dropout and random samples differ from rank to rank, as the samples do
             seed_all(config.trainer.seed + 1 + rank)
     _move(model, optimizer, device)
+    keep_replicas_equal(optimizer, plan.devices)
     settings = policy.settings if policy.follows else None
     # The script steps its own schedule; this one only counts steps, and must not touch the script's rates.
     steps = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=0.0)
@@ -319,9 +319,9 @@ def _check_arguments(given: Mapping[str, Any]) -> list[str]:
 def _function_of(collate: Collate | str, problems: list[str]) -> Collate:
     """Return the function, maybe a shipped one by its name; a problem is added to the others."""
     if not isinstance(collate, str):
-        return collate
+        return Explained(collate)
     if collate in COLLATE:
-        return build_function(collate)
+        return Explained(build_function(collate))
     problems.append(must_be("collate", f"a function, {' or '.join(COLLATE)}", collate))
     return default_collate
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -21,6 +21,9 @@ from hetexp.training.nonfinite.loss_scale import widened
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.state import TrainState
 
+Count = float | torch.Tensor
+Terms = Sequence[tuple[torch.Tensor, Count]]
+"""Losses, each a mean over a count of its own."""
 Reduction = Literal["mean", "sum"]
 
 
@@ -52,6 +55,8 @@ class ScriptStep:
         self.count: float = 0
         """Elements that this rank's loss is the mean of, so far."""
         self.global_count: float = 0
+        self._factor: float | None = None
+        """The normaliser's factor, if it is known before backward."""
 
     @property
     def rows(self) -> int:
@@ -125,9 +130,7 @@ class ScriptStep:
         return slice(start, start + self.batch.local_samples)
 
     def _check_gather(self, features: Any) -> None:
-        state, counts = self._state, self.batch.counts
-        passes = (len(state.pass_sizes(count, rank)) for rank, count in enumerate(counts))
-        if max(passes, default=1) > 1:
+        if self._passes_of_all_ranks() > 1:
             raise UsageError(
                 "run.gather must see the whole batch at once, but a device takes its part in several "
                 "microbatches. Set accumulate=1, no microbatch_size, or a smaller global_batch_size."
@@ -141,9 +144,13 @@ class ScriptStep:
                 f"{len(features)}."
             )
 
-    def backward(self, loss: torch.Tensor, count: float | torch.Tensor | None, reduction: Reduction) -> None:
+    def backward(self, loss: torch.Tensor | Terms, count: Count | None, reduction: Reduction) -> None:
         """Run backward from the microbatch's loss; after the last one, exchange and scale the gradient."""
-        self._check_backward(loss, reduction)
+        if not isinstance(loss, torch.Tensor) and isinstance(loss, Sequence):
+            self._backward_terms(loss, count, reduction)
+            return
+        self._check_call()
+        self._check_loss(loss, reduction)
         given = self.rows if count is None else as_count(count)
         if given is None:
             raise UsageError(must_be("count", "a finite number from 0 on", count))
@@ -159,6 +166,37 @@ class ScriptStep:
             self.loss_sum += total.detach().to(self.loss_sum)
         else:
             self._backward_zeros()
+        self._end_backward()
+
+    def _backward_terms(self, terms: Terms, count: Count | None, reduction: Reduction) -> None:
+        """Run backward from Σ S_k × N / N_k, whose gradient ÷ N is that of the sum of the means.
+
+        S_k is a loss's sum over this rank's elements, N_k its count and N the samples of the whole batch.
+        """
+        self._check_call()
+        counts = self._counts_of(terms, count, reduction)
+        if self.rows:
+            self._meter.span(self._start, self._state.backend.mark())
+        local = counts if self.rows else [0.0] * len(counts)
+        self.count = self.rows
+        self._normalizer.start(self.count, local)
+        self._factor, self.global_count = self._normalizer.factor()
+        samples, all_counts = self._normalizer.term_counts
+        sums = [
+            widened(loss).sum() * (own * samples / of_all)
+            for (loss, _), own, of_all in zip(terms, local, all_counts, strict=True)
+            if own  # else it may be NaN, as the mean over nothing is
+        ]
+        if sums:
+            total = torch.stack(sums).sum()
+            self.loss_sum += total.detach().to(self.loss_sum)
+            # The layers of a loss that does not count here take part in the exchange, too.
+            self._backward(torch.stack([total, *self._zeros()]).sum() if len(sums) < len(terms) else total)
+        else:
+            self._backward_zeros()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
         self._outputs.clear()
         self._gathered.clear()
         self._backward_done = True
@@ -177,17 +215,23 @@ class ScriptStep:
         The zeros go through the model, in which ranks may wait for each other. They start from its finite
         outputs: a loss that the model itself computes is NaN here.
         """
-        finite = [t for t in tensors(self._outputs) if t.requires_grad and bool(t.isfinite().all())]
-        # All of what was gathered, as the other ranks wait for it; its gradient here is 0, whatever it holds.
-        if parts := [*finite, *self._gathered]:
-            self._backward(torch.stack([(t * 0.0).sum() for t in parts]).sum())
+        if zeros := self._zeros():
+            self._backward(torch.stack(zeros).sum())
         elif self.is_last:
             trained = [p for p in self._state.model.parameters() if p.requires_grad]
             self._state.strategy.abort_exchange(self._state.module, trained, 0.0)
 
+    def _zeros(self) -> list[torch.Tensor]:
+        """Return zeros of the model's finite outputs and of all that was gathered."""
+        finite = [t for t in tensors(self._outputs) if t.requires_grad and bool(t.isfinite().all())]
+        # All of what was gathered, as the other ranks wait for it; its gradient here is 0, whatever it holds.
+        return [(t * 0.0).sum() for t in (*finite, *self._gathered)]
+
     def _scale(self) -> None:
         """Multiply the exchanged gradient by W / N, so that it is that of the mean over the whole batch."""
-        factor, self.global_count = self._normalizer.factor()
+        factor = self._factor
+        if factor is None:
+            factor, self.global_count = self._normalizer.factor()
         gradients = [p.grad for p in self._state.model.parameters() if p.grad is not None]
         if dense := [g for g in gradients if not g.is_sparse]:
             torch._foreach_mul_(dense, factor)
@@ -198,9 +242,41 @@ class ScriptStep:
     def _accumulating(self) -> AbstractContextManager[None]:
         return nullcontext() if self.is_last else self._state.strategy.accumulate(self._state.module)
 
-    def _check_backward(self, loss: torch.Tensor, reduction: str) -> None:
-        if reduction not in ("mean", "sum"):
-            raise UsageError(must_be("reduction", "mean or sum", reduction))
+    def _counts_of(self, terms: Terms, count: Count | None, reduction: str) -> list[float]:
+        """Return the count of each loss, as the caller has given it.
+
+        Raises:
+            UsageError: the losses or their counts cannot be used.
+        """
+        pairs = all(isinstance(term, (tuple, list)) and len(term) == 2 for term in terms)
+        if not terms or not pairs or count is not None or reduction != "mean":
+            raise UsageError(
+                "run.backward must get several losses as pairs, each a mean with its own count: "
+                "run.backward([(loss_a, count_a), (loss_b, count_b)])."
+            )
+        if self._passes_of_all_ranks() > 1:
+            raise UsageError(
+                "run.backward must see the whole batch at once if it gets several losses, but a device takes "
+                "its part in several microbatches. Set accumulate=1, no microbatch_size, or a smaller "
+                "global_batch_size."
+            )
+        counts = []
+        for loss, given in terms:
+            number = as_count(given)
+            if number is None:
+                raise UsageError(must_be("count", "a finite number from 0 on", given))
+            if number:
+                self._check_loss(loss, reduction)
+            counts.append(number)
+        return counts
+
+    def _passes_of_all_ranks(self) -> int:
+        """Return the most microbatches that a rank takes its part of the batch in."""
+        state, counts = self._state, self.batch.counts
+        passes = (len(state.pass_sizes(count, rank)) for rank, count in enumerate(counts))
+        return max(passes, default=1)
+
+    def _check_call(self) -> None:
         if self._backward_done:
             raise UsageError("run.backward must be called once for each batch, but is called again.")
         if not self._called:
@@ -208,6 +284,15 @@ class ScriptStep:
                 "run.backward must get a loss of what run.model(…) returned for this batch, but run.model "
                 "was not called: gradients of the model itself are not exchanged."
             )
+        if self._has_gradient and all(p.grad is None for p in self._state.model.parameters()):
+            raise UsageError(
+                "The gradient of a step's first microbatches must be kept, but was cleared: call "
+                "optimizer.zero_grad() only if run.step_due is true."
+            )
+
+    def _check_loss(self, loss: torch.Tensor, reduction: str) -> None:
+        if reduction not in ("mean", "sum"):
+            raise UsageError(must_be("reduction", "mean or sum", reduction))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(
@@ -216,11 +301,6 @@ class ScriptStep:
             )
         if self.rows and not loss.requires_grad:
             raise UsageError("run.backward must get a loss that depends on what run.model(…) returned.")
-        if self._has_gradient and all(p.grad is None for p in self._state.model.parameters()):
-            raise UsageError(
-                "The gradient of a step's first microbatches must be kept, but was cleared: call "
-                "optimizer.zero_grad() only if run.step_due is true."
-            )
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hetexp.core.call import call_model
 from hetexp.data.base import stream_of
 from hetexp.data.loader import chop, cut
 from hetexp.data.streams.stream import Stream, evaluation_batches
-from hetexp.training.loss import NoLossError, batch_counts
+from hetexp.training.loss import IndicesChecked, NoLossError, batch_counts
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -79,19 +80,18 @@ def _sums(
     The counts are elements, right ones, samples, whether the loss does not define which are right, whether a
     model returned no loss, and those of the loss's terms.
     """
-    loss = state.loss
     count, correct, samples = 0.0, 0.0, 0
-    sums, terms = [0.0] * (loss.num_terms or 1), [0.0] * loss.num_terms
+    sums, terms = [0.0] * (state.loss.num_terms or 1), [0.0] * state.loss.num_terms
     measured: torch.Tensor | None = None
     counts_correct, has_loss = True, True
     state.model.eval()
     with torch.inference_mode():
         for number, (size, (inputs, targets)) in enumerate(batches):
-            output = state.engine.forward(inputs, number, size)
+            output = _output(state, inputs, number, size)
             state.communicator.alive()
             if output is None:
                 continue
-            on_device = state.targets_for(output, targets)
+            on_device, loss = state.targets_for(output, targets), state.loss.for_samples(size)
             with state.autocast():
                 try:
                     sums = [a + b for a, b in zip(sums, loss.sums(output, on_device), strict=True)]
@@ -102,7 +102,7 @@ def _sums(
             if own_sums is not None:
                 own_sums = own_sums.double().cpu()
                 measured = own_sums if measured is None else measured + own_sums
-            of_batch, of_terms = batch_counts(loss, [targets])
+            of_batch, of_terms = batch_counts(loss, [targets], [size])
             count += of_batch
             terms = [a + b for a, b in zip(terms, of_terms, strict=True)]
             right = loss.correct(output, on_device)
@@ -112,6 +112,17 @@ def _sums(
     state.model.train()
     counts = [count, correct, samples, not counts_correct, not has_loss, *terms]
     return torch.tensor(sums, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64), measured
+
+
+def _output(state: TrainState, inputs: Any, number: int, size: int) -> Any:
+    """Return the model's output; a label or a token out of range is named, which ends a CPU's pass."""
+    try:
+        return state.engine.forward(inputs, number, size)
+    except IndexError:
+        if state.engine.computes_loss:  # the rank has the whole model
+            with IndicesChecked():
+                call_model(state.model, state.to_device(inputs))
+        raise
 
 
 @cache

@@ -87,13 +87,14 @@ class _Passes:
     def run(self, microbatches: list[Any]) -> None:
         """Run forward and backward of all microbatches; the last backward pass exchanges."""
         state, meter = self._state, self._meter
-        for position, (inputs, targets) in enumerate(microbatches):
+        sizes = sizes_of(microbatches)
+        for position, ((inputs, targets), size) in enumerate(zip(microbatches, sizes, strict=True)):
             last = position == len(microbatches) - 1
             exchanges = last and state.config.debug.exchange
             with nullcontext() if exchanges else state.strategy.accumulate(state.module):
                 start = state.backend.mark()
                 with state.autocast():
-                    total = self._total(inputs, targets, last)
+                    total = self._total(inputs, targets, size, last)
                 meter.span(start, state.backend.mark())
                 factor, _ = self.factor()
                 if last and state.guard is not None:  # before the first pass there are no gradients
@@ -105,7 +106,7 @@ class _Passes:
                 self.losses.append(total.detach())
             self.loss_sum += total.detach()
 
-    def _total(self, inputs: Any, targets: Any, last: bool) -> Any:
+    def _total(self, inputs: Any, targets: Any, size: int, last: bool) -> Any:
         """Return the sum of the loss; the model's output is freed before backward."""
         output = self._forward(self._state.to_device(inputs), last)
         if inputs is None:
@@ -114,8 +115,8 @@ class _Passes:
             self.tally += output.tally.sum(0, dtype=torch.int64).to(self.tally.device)
         if self._state.loss.num_terms:  # each is divided by its own count of all ranks
             self.factor()
-        total = self._state.local_loss(output, targets)
-        if total.requires_grad or count_of(self._state.loss, targets):
+        total = self._state.local_loss(output, targets, size)
+        if total.requires_grad or count_of(self._state.loss.for_samples(size), targets):
             return total
         return self._with_zero_gradients(total)
 
@@ -160,11 +161,12 @@ def take_gradient(
     Raises:
         DeviceMemoryError: memory ran out, and the other ranks cannot learn of it.
     """
-    normalizer.start(*batch_counts(state.loss, [targets for _, targets in microbatches]))
+    sizes = sizes_of(microbatches)
+    normalizer.start(*batch_counts(state.loss, [targets for _, targets in microbatches], sizes))
     state.optimizer.zero_grad(set_to_none=True)
     state.hook.begin_step()
     passes = _Passes(state, normalizer, meter)
-    with fatal_out_of_memory(state, step, sizes_of(microbatches), "The step cannot be done again."):
+    with fatal_out_of_memory(state, step, sizes, "The step cannot be done again."):
         try:
             state.backend.begin_step(step)
             passes.run([NO_SAMPLES] * (num_passes - len(microbatches)) + microbatches)

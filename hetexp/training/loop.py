@@ -25,6 +25,7 @@ from hetexp.training.loss import LabelError
 from hetexp.training.measuring.timer import StepTimer, Totals
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.nonfinite.search import explain
+from hetexp.training.nonfinite.wrong_index import explained, named
 from hetexp.training.recovery.carried import Carried
 from hetexp.training.replicas import ReplicaCheck
 from hetexp.training.saving.save import add_evaluation, finish_saving, save, save_before
@@ -100,9 +101,11 @@ def train(
                 return outcome
             error = None
         except Exception as raised:
+            error = explained(raised, state, training.progress.step, training.batch)
+            if error is not raised:
+                raise error from raised
             if recovery is None:
                 raise
-            error = raised
         assert recovery is not None
         # The error's frames hold the step's objects, and with them the group that was left.
         recovery.rejoin(training, error)
@@ -139,6 +142,8 @@ class Training:
         self.first_step = progress.step
         self.good = replace(progress)
         self.step_ended = True
+        self.batch: LocalBatch | None = None
+        """The last batch that has begun."""
         self.stops = False
         """Whether the user has asked for the training to end."""
         self._replicas = ReplicaCheck(state)
@@ -161,6 +166,7 @@ class Training:
             batches = begun_together(state, batches)
         before: LocalBatch | None = None
         for batch in window.loaded(batches):
+            self.batch = batch
             message.seconds, message.drawn = state.balancer.local_seconds(window.meter), batch.drawn
             if batch.last:
                 heed_end(state, progress.step, batch)
@@ -169,8 +175,8 @@ class Training:
             try:
                 with window.undone_on_error():
                     result = state.engine.step(progress.step, batch, normalizer, window.meter)
-            except LabelError as error:
-                raise error.in_samples(batch.microbatches, batch.indices) from None
+            except (LabelError, IndexError) as error:
+                raise named(error, state, batch) from None
             if before is not None and message.all_seconds:
                 rebalance(state, progress.step, before, message.all_seconds)
             before = batch

@@ -51,8 +51,9 @@ class SourceModel:
         config = state["extra"]["config"]
         if problems := untrusted({name: config[name] for name in ("model", "data")}):
             raise ConfigError(problems)
+        loss = LossConfig(**config.get("loss", {}))
         with seeded(config["trainer"].get("seed", 0)):  # its own split, as in its training
-            self.data = build_data(config["data"])
+            self.data = build_data(config["data"], loss.ignored())
         if stream_of(self.data.train) is not None or stream_of(self.data.evaluation) is not None:
             raise ConfigError("The source model must have data sets with a length, but has a stream.")
         self.model = build_model(config["model"], self.data.facts).eval().requires_grad_(False)
@@ -64,10 +65,8 @@ class SourceModel:
             fix = did_you_mean(layer, [name for name in modules if name]).strip()
             raise ConfigError(must_be("--layer", "the name of a module of the model", layer, fix))
         self._layer = modules[layer]
-        self.loss: Loss = build_loss(
-            config["trainer"].get("loss", "cross_entropy"),
-            LossConfig(**config.get("loss", {})).arguments(),
-        )
+        name = config["trainer"].get("loss", "cross_entropy")
+        self.loss: Loss = build_loss(name, loss.arguments())
         self.scale = scale
         self.target: str = config["model"]["_target_"]
         evaluation = self.data.evaluation
@@ -143,12 +142,14 @@ class SourceModel:
 
         replacements: Sequence[Replace] = (lambda vectors: vectors, reconstructed, torch.zeros_like)
         samples = Subset(self.data.evaluation, range(first, end))
-        for inputs, targets in DataLoader(samples, batch_size, collate_fn=self.data.collate):
+        batches = DataLoader(samples, batch_size, collate_fn=self.data.collate)
+        for number, (inputs, targets) in enumerate(batches):
+            loss = self.loss.for_samples(min(batch_size, end - first - number * batch_size))
             moved = on_device(inputs, device, dtype), on_device(targets, device, dtype)
-            sums[0] += count_of(self.loss, targets)
+            sums[0] += count_of(loss, targets)
             for place, replacement in enumerate(replacements, 1):
                 with torch.inference_mode(), self._replaced(replacement):
-                    sums[place] += float(self.loss.total(self._call(moved[0]), moved[1]))
+                    sums[place] += float(loss.total(self._call(moved[0]), moved[1]))
             alive()
         return sums
 

@@ -208,9 +208,10 @@ class TrainState:
             return 1
         return max((len(self.pass_sizes(count, rank)) for rank, count in enumerate(counts)), default=1)
 
-    def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
+    def local_loss(self, output: Any, targets: Any, num_samples: int | None = None) -> torch.Tensor:
         """Return the sum of the loss over a microbatch, at least in float32."""
-        return summed(self.loss, output, self.targets_for(output, targets)).to(self.device)
+        loss = self.loss.for_samples(num_samples)
+        return summed(loss, output, self.targets_for(output, targets)).to(self.device)
 
     def targets_for(self, output: Any, targets: Any) -> Any:
         """Return a microbatch's targets where the loss takes them.

@@ -64,6 +64,54 @@ def test_a_loop_with_weighted_classes_equals_one_device(tmp_path: Path) -> None:
             assert difference(told["weights"], weights) <= 1e-12
 
 
+@pytest.mark.parametrize("shares", [(24, 6, 2), (3, 1), (1,)])
+def test_a_loop_with_several_losses_equals_one_device(tmp_path: Path, shares: tuple[int, ...]) -> None:
+    """Two means of different counts, of which a rank has none of one, or no samples at all."""
+    options: tuple[str, ...] = (
+        f"hardware.devices=[{','.join(['cpu'] * len(shares))}]",
+        *("balancing=manual", f"balancing.weights={list(shares)}".replace(" ", "")),
+    )
+    if len(shares) == 1:
+        options = ("hardware.devices=[cpu]", "strategy=single")
+    run, ranks = launched(tmp_path, options, "several", "--steps", "9")
+    reference = list(own_loop.plain_loop("several", 9))
+    for rank in ranks:
+        for seen, (_, weights) in zip(rank["steps"], reference, strict=True):
+            assert difference(seen["weights"], weights) <= 1e-12
+    for loss, (expected, _) in zip(run.losses, reference, strict=True):
+        assert math.isnan(expected) or loss == pytest.approx(expected, rel=1e-12)
+    if len(shares) == 3:
+        assert any(math.isnan(loss) for loss in ranks[2]["losses"])
+        assert 0 in [count for count, loss in zip(ranks[2]["counts"], ranks[2]["losses"]) if math.isnan(loss)]
+
+
+def test_several_losses_in_several_microbatches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match=r"must see the whole batch at once if it gets several losses"):
+        launched(tmp_path, SHARES, "several", "--accumulate", "2")
+
+
+UNEQUAL = """
+import torch
+from torch import nn
+import hetexp
+
+sequences = [(torch.ones(3 + n % 2), torch.tensor(0)) for n in range(8)]
+model = nn.Linear(3, 2)
+run = hetexp.setup(model, torch.optim.SGD(model.parameters()), sequences, global_batch_size=4)
+for inputs, targets in run.batches():
+    run.backward(nn.functional.cross_entropy(run.model(inputs), targets))
+"""
+
+
+def test_samples_of_different_length_are_one_sentence(tmp_path: Path) -> None:
+    (script := tmp_path / "unequal.py").write_text(UNEQUAL)
+    with pytest.raises(
+        RunFailedError, match=r"`collate` must be pad, list or .*inputs are \[[34]\] .* \[[34]\]"
+    ) as caught:
+        start_script(tmp_path / "run", script, ("hardware.devices=[cpu,cpu]",))
+    assert "Traceback" not in str(caught.value)
+
+
 def test_a_loop_with_rows_whatever_the_shares(tmp_path: Path) -> None:
     """BatchNorm over unequal parts, empty ones and such in which nothing counts, in float64."""
     run, ranks = launched(tmp_path, SHARES, "norm", "--steps", "7")

@@ -147,13 +147,6 @@ def test_a_model_that_returns_no_loss_in_evaluation(tmp_path: Path) -> None:
             ("data._target_=returning.numbers", "model._target_=returning.Heads", "loss.count=samples"),
             r"needs a model that returns its loss",
         ),
-        (  # a list of images: the first dimension of a tensor is no number of samples
-            (
-                *("data._target_=returning.numbers", "model._target_=returning.Detector"),
-                *("data.collate=list", "loss.count=samples"),
-            ),
-            r"`loss\.count` must be the dotted path of a function of the targets",
-        ),
     ],
 )
 def test_a_count_in_doubt_is_refused(tmp_path: Path, options: tuple[str, ...], message: str) -> None:

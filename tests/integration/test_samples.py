@@ -47,6 +47,34 @@ FORMS = {
         "data.collate=list",
         "trainer.loss=sampled.ByBox",
     ),
+    "list-own-loss": (
+        "model._target_=sampled.BoxLoss",
+        "+data.form=named_boxes",
+        "data.collate=list",
+        "trainer.loss=model",
+        "loss.count=samples",
+    ),
+    "graphs-own-loss": (
+        "model._target_=sampled.GraphLoss",
+        "+data.form=points",
+        "data.collate=sampled.batched_graphs",
+        "trainer.loss=model",
+        "loss.count=samples",
+    ),
+    "list-sum": (
+        "model._target_=sampled.BoxLoss",
+        "+data.form=named_boxes",
+        "data.collate=list",
+        "trainer.loss=sum",
+        "loss.terms={own:{loss:model,count:samples,factor:0.7}}",
+    ),
+    "pad-other-label": (
+        "model._target_=sampled.Tagger",
+        "+data.form=sequence",
+        "data.targets=labels",
+        "data.collate={_target_: pad, mask: real}",
+        "loss.ignore_index=-7",
+    ),
     "graphs": (
         "model._target_=sampled.GraphNet",
         "+data.form=points",
@@ -74,6 +102,22 @@ def test_any_form_equals_one_device(train: Train, form: str) -> None:
     assert final.get("accuracy") == expected.get("accuracy")
 
 
+def test_padding_follows_the_label_that_does_not_count(train: Train) -> None:
+    usual, other = train(*COMMON, *FORMS["pad"], *ONE), train(*COMMON, *FORMS["pad-other-label"], *ONE)
+    assert worst(other, usual, STEPS) == (0.0, 0.0)
+
+
+def test_a_wrong_label_of_the_evaluation_is_one_sentence(train: Train) -> None:
+    options = (
+        "model._target_=sampled.OwnLoss",
+        "data._target_=sampled.wrong_evaluation",
+        "trainer.loss=model",
+    )
+    with pytest.raises(RunFailedError, match=r"labels must be from 0 to 2.* is 5 instead") as caught:
+        train(*COMMON, *options, *TWO)
+    assert "Traceback" not in str(caught.value)
+
+
 def test_dicts_equal_pairs(train: Train) -> None:
     pairs = train(*COMMON, "model._target_=sampled.Net", "+data.form=pair", *ONE)
     for form in ("dict", "part", "positions", "int32"):
@@ -84,7 +128,7 @@ LOCAL = ("strategy=local_sgd", "strategy.sync_every=2", "trainer.checkpoint_ever
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("form", ["list", "graphs", "pad"])
+@pytest.mark.parametrize("form", ["list", "list-own-loss", "graphs", "pad"])
 @pytest.mark.parametrize("ways", [LOCAL, ("balancing=profiled",)], ids=["local_sgd", "profiled"])
 def test_each_way_of_drawing_samples_takes_them(
     train: Train, form: str, ways: tuple[str, ...], workers: int
@@ -121,17 +165,30 @@ def test_local_steps_cut_lists_into_samples(train: Train) -> None:
         ("Net", "one_hot", r"\[2, 3\] and \[2, 3\]\. One-hot labels become classes"),
         ("Net", "from_one_on", r"labels must be from 0 to 2.*training sample 1 is 3"),
         ("Net", "late", r"labels must be from 0 to 2.*training sample 41 is 5"),
+        ("OwnLoss", "own_late", r"labels must be from 0 to 2.*training sample 41 is 5"),
+        ("OwnLoss", "own_wrong", r"labels must be from 0 to 2.*training sample 1 is 3"),
+        (
+            "Tagger",
+            "unknown_token data.targets=labels data.collate=pad",
+            r"tokens must be from 0 to 7.*sample 1 is",
+        ),
+        (
+            "Asserting",
+            "own_late",
+            r"assertion .*in step \d.*samples .*41.*with labels from \d to 5.*probable cause",
+        ),
         ("Detector", "boxes data.collate=pad", r"`data\.collate` pad needs samples whose inputs"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(train: Train, model: str, form: str, words: str) -> None:
     name, *more = form.split()
+    more += ["trainer.loss=model"] if name.startswith("own_") else []
     options = (f"model._target_=sampled.{model}", f"+data.form={name}", *more)
     with pytest.raises(RunFailedError, match=words) as caught:
         train(*COMMON, *options, *TWO)
     assert "Traceback" not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-    assert ("at step" in str(caught.value)) == (name == "late")
+    assert ("at step" in str(caught.value)) == name.endswith("late")
 
 
 THREE = ("hardware.devices=[cpu,cpu,cpu]", "balancing=manual", "balancing.weights=[5,2,1]")

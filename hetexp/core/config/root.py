@@ -48,6 +48,10 @@ class SweepConfig(Section):
     well."""
 
 
+OF_LABELS = ("cross_entropy", "model")
+"""Losses that leave out a label, -100 unless `ignore_index` names another one."""
+
+
 class LossConfig(Section):
     """Arguments of `trainer.loss`: each loss takes some, a class of your own any (`+loss.margin=0.2`).
 
@@ -84,6 +88,15 @@ class LossConfig(Section):
         """Return the arguments that are given."""
         given = {name: getattr(self, name) for name in type(self).model_fields} | (self.model_extra or {})
         return {name: value for name, value in given.items() if value is not None}
+
+    def ignored(self) -> tuple[int, ...]:
+        """Return the labels that do not count, several if terms differ in them; none: the default."""
+        if self.terms is None:
+            return () if self.ignore_index is None else (self.ignore_index,)
+        terms = (
+            term for term in self.terms.values() if "ignore_index" in term or term.get("loss") in OF_LABELS
+        )
+        return tuple(dict.fromkeys(term.get("ignore_index", -100) for term in terms))
 
 
 class DebugConfig(Section):

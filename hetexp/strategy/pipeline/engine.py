@@ -132,11 +132,12 @@ class Stages(Replica):
         self, step: int, microbatches: list[Any], normalizer: LossNormalizer, meter: StepTimer
     ) -> Gradient:
         state, staging = self.state, self.staging
-        counted = [targets for _, targets in microbatches] if staging.is_last else []
-        normalizer.start(*batch_counts(state.loss, counted))
+        counted, sizes = microbatches if staging.is_last else [], sizes_of(microbatches)
+        targets = [targets for _, targets in counted]
+        normalizer.start(*batch_counts(state.loss, targets, sizes[: len(targets)]))
         state.optimizer.zero_grad(set_to_none=True)
         why = "The other ranks of the pipeline cannot do the step again."
-        with fatal_out_of_memory(state, step, sizes_of(microbatches), why), _bare_shortage():
+        with fatal_out_of_memory(state, step, sizes, why), _bare_shortage():
             state.backend.begin_step(step)
             factor, global_count = normalizer.factor()
             state.loss.set_global_counts(*normalizer.term_counts)

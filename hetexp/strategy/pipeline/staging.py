@@ -77,7 +77,7 @@ class StageModule(nn.Module):
         with state.autocast():
             output = self.piece(self._inputs(received, number, rows))
             if self._is_last:
-                total = state.local_loss(output, feed.microbatches[number][1])
+                total = state.local_loss(output, feed.microbatches[number][1], rows)
         if not self._is_last:
             layout = self._cut.layouts[self._stage.end_layer]
             return pack(output, number, layout, self._capacity, state.dtype, self._anchor)

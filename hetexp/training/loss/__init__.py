@@ -21,15 +21,15 @@ from hetexp.training.loss.elements import (
     MeanSquaredError,
     Reconstruction,
 )
-from hetexp.training.loss.labels import LabelError
+from hetexp.training.loss.labels import IndicesChecked, LabelError, TokenError, placed
 from hetexp.training.loss.model_loss import ModelLoss
 from hetexp.training.loss.several import WeightedSum, single_losses
 
 # fmt: off
 __all__ = [
-    "HALF", "IGNORED", "BinaryCrossEntropy", "CrossEntropy", "Huber", "LabelError", "Loss",
-    "MeanAbsoluteError", "MeanSquaredError", "ModelLoss", "NoLossError", "Reconstruction", "WeightedSum",
-    "as_count", "batch_counts", "build_loss", "check_loss", "count_of", "num_rows", "single_losses", "summed",
-    "total_loss",
+    "HALF", "IGNORED", "BinaryCrossEntropy", "CrossEntropy", "Huber", "IndicesChecked", "LabelError", "Loss",
+    "MeanAbsoluteError", "MeanSquaredError", "ModelLoss", "NoLossError", "Reconstruction", "TokenError",
+    "WeightedSum", "as_count", "batch_counts", "build_loss", "check_loss", "count_of", "num_rows", "placed",
+    "single_losses", "summed", "total_loss",
 ]
 # fmt: on

@@ -33,8 +33,6 @@ class Loss(ABC):
     """Whether `total` adds up half-precision outputs in float32; other losses get them as float32."""
     targets_on_host: ClassVar[bool] = False
     """Whether `total` gets the targets on the host instead of the output's device."""
-    counts_rows: bool = False
-    """Whether `count` takes the targets' rows for samples."""
     num_terms: int = 0
     """Number of means that the loss consists of, if each has a count of its own."""
     seen_dim: int | None = None
@@ -46,6 +44,13 @@ class Loss(ABC):
 
         If elements have weights, return the sum of the weights.
         """
+
+    def for_samples(self, num_samples: int | None) -> Loss:
+        """Return the loss for a microbatch of so many samples, which its targets need not show.
+
+        It returns itself unless it counts samples, and their number is known (neither `None` nor 0).
+        """
+        return self
 
     def counts(self, targets: Any) -> torch.Tensor:
         """Return the number of these elements of each sample, [batch]."""
@@ -360,18 +365,21 @@ def summed(loss: Loss, output: Any, targets: Any) -> torch.Tensor:
     return total
 
 
-def batch_counts(loss: Loss, targets: Iterable[Any]) -> tuple[float, list[float]]:
-    """Return the loss's count of some batches, and the count of each of its terms.
+def batch_counts(
+    loss: Loss, targets: Iterable[Any], sizes: Iterable[int | None]
+) -> tuple[float, list[float]]:
+    """Return the loss's count of some batches of so many samples, and the count of each of its terms.
 
     Raises:
         ConfigError: a count is no finite number from 0 on.
     """
     count: float = 0
     terms: list[float] = [0] * loss.num_terms
-    for batch in targets:
-        count += count_of(loss, batch)
+    for batch, size in zip(targets, sizes, strict=True):
+        of_batch = loss.for_samples(size)
+        count += count_of(of_batch, batch)
         if terms:
-            terms = [a + b for a, b in zip(terms, loss.term_counts(batch), strict=True)]
+            terms = [a + b for a, b in zip(terms, of_batch.term_counts(batch), strict=True)]
     return count, terms
 
 

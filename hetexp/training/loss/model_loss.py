@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,7 +37,8 @@ class ModelLoss(Loss):
         self, count: str | None = None, ignore_index: int = IGNORED, target: Key | None = None
     ) -> None:
         self._count, self._ignore_index, self._target = count, ignore_index, target
-        self.counts_rows = count == "samples"
+        self._num_samples: int | None = None
+        """Of a microbatch; `None`: as many as the targets have rows."""
         self._function = None if count is None or count in COUNTS else locate(count, "loss.count")
 
     @staticmethod
@@ -53,12 +55,24 @@ class ModelLoss(Loss):
             return [must_be("loss.count", f"one of {_CHOICES}", count, reason)]
         return [] if callable(found) else [must_be("loss.count", f"one of {_CHOICES}", count)]
 
+    def for_samples(self, num_samples: int | None) -> ModelLoss:
+        if not num_samples or self._count != "samples":
+            return self
+        loss = copy.copy(self)
+        loss._num_samples = num_samples
+        return loss
+
+    def counts(self, targets: Any) -> torch.Tensor:
+        if self._count == "samples":
+            return torch.ones(int(self.count(targets)), dtype=torch.int64)
+        return super().counts(targets)
+
     def count(self, targets: Any) -> float:
         if self._function is not None:
             count: float = self._function(targets)
             return count
         if self._count == "samples":
-            return num_rows(targets)
+            return self._num_samples or num_rows(targets)
         labels = self._labels(targets)
         if self._count is None and _num_dims(labels) > 1:
             shape = f"The labels are {list(labels.shape)} {str(labels.dtype).removeprefix('torch.')}."
@@ -70,7 +84,7 @@ class ModelLoss(Loss):
     def total(self, output: Any, targets: Any) -> torch.Tensor:
         mean = loss_of(output)
         if any(t.is_meta for t in _tensors(targets)):  # only memory is estimated
-            return mean * num_rows(targets)
+            return mean * 1.0
         count = self.count(targets)
         return mean * count if count else _nothing(output, mean)
 

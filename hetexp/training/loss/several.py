@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class WeightedSum(Loss):
         self._terms = list(terms.values())
         self.num_terms = len(self._terms)
         self._global: tuple[float, Sequence[float]] = (0, ())
+        self._num_samples: int | None = None
+        """Of a microbatch; `None`: as many as the targets have rows."""
 
     @classmethod
     def of(
@@ -69,11 +72,19 @@ class WeightedSum(Loss):
 
         return cls({name: term(**given) for name, given in terms.items()})
 
-    def count(self, targets: Any) -> float:
-        return num_rows(targets)
+    def for_samples(self, num_samples: int | None) -> WeightedSum:
+        if not num_samples:
+            return self
+        loss = copy.copy(self)
+        loss._num_samples = num_samples
+        loss._terms = [replace(term, loss=term.loss.for_samples(num_samples)) for term in self._terms]
+        return loss
+
+    def count(self, targets: Any) -> int:
+        return self._num_samples or num_rows(targets)
 
     def counts(self, targets: Any) -> torch.Tensor:
-        return torch.ones(num_rows(targets), dtype=torch.int64)
+        return torch.ones(self.count(targets), dtype=torch.int64)
 
     def term_counts(self, targets: Any) -> list[float]:
         return [term.count(targets) for term in self._terms]

@@ -264,7 +264,7 @@ def _time_steps(
         backend.begin_step(-1)
         start = backend.mark()
         with state.autocast():
-            loss = state.local_loss(_output(state, inputs), targets) / size
+            loss = state.local_loss(_output(state, inputs), targets, size) / size
         middle = backend.mark()
         loss.backward()
         marks.append((start, middle, backend.mark()))

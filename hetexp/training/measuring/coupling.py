@@ -16,6 +16,7 @@ from hetexp.hardware.emulation.pacing import tensors
 from hetexp.model.base import build_model
 from hetexp.model.dropout import without_dropout
 from hetexp.training.loss import Loss, batch_counts, build_loss, summed
+from hetexp.training.measuring.trial_pass import normalise_alone
 from hetexp.training.seeding import seeded
 
 SAMPLES = 6
@@ -40,7 +41,7 @@ def coupling(config: Config) -> str | None:
     """
     try:
         with seeded(config.trainer.seed):
-            data = build_data(config.data)
+            data = build_data(config.data, config.loss.ignored())
             model = build_model(config.model, data.facts).double().train()
             train = indexed(same_shape(data.train), SAMPLES)
             bounds = ((0, SAMPLES), (0, CUT), (CUT, SAMPLES))
@@ -54,11 +55,12 @@ def coupling(config: Config) -> str | None:
 
 def _coupling(model: nn.Module, loss: Loss, batches: list[tuple[Any, Any]]) -> str | None:
     without_dropout(model)
-    for module in model.modules():
-        if getattr(module, "running_mean", None) is not None:
-            module.eval()
-    loss.set_global_counts(*batch_counts(loss, [batches[0][1]]))
-    (whole, output), *of_parts = [_loss(model, loss, *batch) for batch in batches]
+    normalise_alone(model)
+    loss.set_global_counts(*batch_counts(loss, [batches[0][1]], [SAMPLES]))
+    sizes = (SAMPLES, CUT, SAMPLES - CUT)
+    (whole, output), *of_parts = [
+        _loss(model, loss.for_samples(size), *batch) for batch, size in zip(batches, sizes, strict=True)
+    ]
     parts, outputs = zip(*of_parts, strict=True)
     if abs(sum(parts) - whole) <= ALLOWED * max(abs(whole), *map(abs, parts)):
         return None

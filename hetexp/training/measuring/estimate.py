@@ -74,7 +74,7 @@ class RunMemory:
         """Steps of a pass over the data; `None`: not known."""
         try:
             with seeded(config.trainer.seed):
-                data = build_data(config.data)
+                data = build_data(config.data, config.loss.ignored())
                 try:
                     refuse_stream(strategy, config, data.train)
                     head = indexed(same_shape(data.train), PEEKED)
@@ -88,7 +88,8 @@ class RunMemory:
             recompute = config.trainer.activation_checkpointing
             model = build_on_meta(config.model, data.facts, recompute, inputs)
             self.model = to_precision(model, torch.float64 if "float64" in precisions else torch.float32)
-            self._loss = build_loss(config.trainer.loss, config.loss.arguments())
+            loss = build_loss(config.trainer.loss, config.loss.arguments())
+            self._loss = loss.for_samples(1)  # memory does not depend on the count
             self._cache = _estimates_of(self._signature())
         except Exception as error:  # the user's own classes run any code
             self.reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -28,7 +28,17 @@ from hetexp.hardware.emulation.pacing import tensors
 from hetexp.hardware.memory.out_of_memory import is_out_of_memory
 from hetexp.model.base import WithAuxiliary
 from hetexp.model.first_call import as_before
-from hetexp.training.loss import LabelError, Loss, ModelLoss, count_of, single_losses, summed
+from hetexp.training.loss import (
+    IndicesChecked,
+    LabelError,
+    Loss,
+    ModelLoss,
+    TokenError,
+    count_of,
+    placed,
+    single_losses,
+    summed,
+)
 
 ROUNDING = 1e-5
 """Largest relative difference of a loss with and without padding that is taken for rounding."""
@@ -40,6 +50,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     with as_before(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
         model.train()
         yield
+
+
+def normalise_alone(model: nn.Module) -> None:
+    """Let batch norms use their running statistics, so that a sample's result does not depend on others."""
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None:
+            module.eval()
 
 
 def try_out(model: nn.Module, inputs: Any) -> list[Tensor | None]:
@@ -167,14 +184,19 @@ class Trial:
         """
         inputs, targets = batch
         model, remarks = _twin(self.model), []
+        samples = range(min(2, len(dataset)))  # type: ignore[arg-type]  # map-style, as `indexed` is
         try:
             with undisturbed(model):
                 if len(_first(batch)) < 2:
                     model.eval()  # normalising over a batch refuses a single sample
                 with self.autocast():
-                    self._lost(self._output(model, inputs), targets)
+                    try:
+                        output = self._output(model, inputs)
+                    except (LabelError, TokenError) as error:
+                        raise self._placed(error, model, dataset, samples) from None
+                    self._lost(output, targets, len(samples))
                 if isinstance(self.collate.function, Pad):
-                    remarks = self._check_padding(model, read(dataset, range(len(_first(batch)))))
+                    remarks = self._check_padding(model, read(dataset, samples))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -183,13 +205,22 @@ class Trial:
 
     def _output(self, model: nn.Module, inputs: Any) -> Any:
         try:
-            return call_model(model, self.move(inputs))
+            with IndicesChecked():
+                return call_model(model, self.move(inputs))
         except HetexpError:
             raise
         except Exception as error:  # the user's own model runs any code
             if is_out_of_memory(error):
                 raise
             raise ConfigError(self._refused(inputs, error)) from error
+
+    def _placed(
+        self, error: LabelError | TokenError, model: nn.Module, dataset: Dataset[Any], samples: range
+    ) -> Exception:
+        """Return the error of an index that is out of range, with the place of its sample."""
+        normalise_alone(model)
+        load = self.collate.load
+        return placed(error, samples, lambda sample: call_model(model, self.move(load(dataset, [sample])[0])))
 
     def _refused(self, inputs: Any, error: Exception) -> str:
         """Return why the model does not take the inputs."""
@@ -208,14 +239,15 @@ class Trial:
         fails = f"{call} fails with {shown}"
         return f"`model` must take the inputs of the data, but {fails}: {_reason(error)}"
 
-    def _lost(self, output: Any, targets: Any) -> None:
+    def _lost(self, output: Any, targets: Any, num_samples: int) -> None:
         plain = output.output if isinstance(output, WithAuxiliary) else output
         unnamed = isinstance(targets, Mapping) and self.collate.targets is None
         unnamed = unnamed and not isinstance(self.loss, ModelLoss)  # which gets the whole sample
+        loss = self.loss.for_samples(num_samples)
         try:
-            count_of(self.loss, targets)
+            count_of(loss, targets)
             self.loss.check(plain, targets)  # before a card reads them, whose own check ends the process
-            summed(self.loss, output, self._moved(targets))
+            summed(loss, output, self._moved(targets))
         except LabelError as error:
             raise error.in_samples([(None, targets)], [[0, 1]]) from None
         except Exception as error:  # the user's own loss runs any code
@@ -239,7 +271,8 @@ class Trial:
             for batch in (samples, *([sample] for sample in samples)):
                 inputs, targets = self.collate(batch)
                 output = call_model(model, self.move(inputs))
-                losses.append(float(summed(self.loss, output, self._moved(targets))))
+                loss = self.loss.for_samples(len(batch))
+                losses.append(float(summed(loss, output, self._moved(targets))))
         together, *alone = losses
         if abs(together - sum(alone)) <= ROUNDING * max(abs(together), sum(map(abs, alone))):
             return []

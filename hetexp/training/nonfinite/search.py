@@ -151,7 +151,7 @@ def search(
     """
     is_finite = _FiniteCheck(state, None if of_loss else factor)
     try:
-        with _for_single_samples(state):
+        with for_single_samples(state):
             return _narrow(suspects, is_finite, of_loss)
     except Exception:  # memory ran out, or the model refuses a single sample: no samples are named
         return NonFiniteSamples()
@@ -176,10 +176,10 @@ def _narrow(
 
 
 def _smallest(
-    microbatch: Any, indices: list[int], is_finite: Callable[[Any, Any], bool], most: int
+    microbatch: Any, indices: list[int], is_finite: Callable[[Any, int], bool], most: int
 ) -> Iterator[list[int]]:
     """Yield at most `most` of the smallest runs of samples, by halving, that are not finite."""
-    if most < 1 or is_finite(*microbatch):
+    if most < 1 or is_finite(microbatch, len(indices)):
         return
     half, count = len(indices) // 2, 0
     if half:
@@ -205,10 +205,11 @@ class _FiniteCheck:
         self.parameter = -1
         """Number of the first parameter whose gradient was not finite; -1: none."""
 
-    def __call__(self, inputs: Any, targets: Any) -> bool:
-        state = self._state
+    def __call__(self, microbatch: Any, num_samples: int) -> bool:
+        state, (inputs, targets) = self._state, microbatch
         with torch.set_grad_enabled(self._factor is not None), state.autocast():
-            total = state.local_loss(call_model(state.model, state.to_device(inputs)), targets)
+            output = call_model(state.model, state.to_device(inputs))
+            total = state.local_loss(output, targets, num_samples)
         finite = math.isfinite(float(total.detach()))
         if self._factor is None or not finite:
             return finite
@@ -224,7 +225,7 @@ class _FiniteCheck:
 
 
 @contextmanager
-def _for_single_samples(state: TrainState) -> Iterator[None]:
+def for_single_samples(state: TrainState) -> Iterator[None]:
     """Let batch norms use their running statistics in the block; restore modes and random states."""
     device = state.device
     devices = [device.index or 0] if device.type in ("cuda", "xpu") else []

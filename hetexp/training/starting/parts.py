@@ -19,14 +19,13 @@ from hetexp.balancing.base import BalancingPolicy
 from hetexp.checkpoint.weights import load_weights
 from hetexp.core.config import Config
 from hetexp.core.config.weights import first_weights
-from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.errors import ConfigError
 from hetexp.core.fault import FaultSchedule
 from hetexp.core.instantiate import instantiate, parameters
 from hetexp.core.plan import Plan
 from hetexp.data.base import Data, build_data, same_shape
 from hetexp.data.page_locked import on_device
 from hetexp.data.sampler import GlobalSampler
-from hetexp.data.samples import Collate
 from hetexp.hardware.backend import Backend, backend_class, visible_places
 from hetexp.model.base import build_model, to_precision
 from hetexp.model.dropout import without_dropout
@@ -82,7 +81,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     backend, device = open_device(plan, config, rank, store)
     # The same seed on every rank: a split that is drawn while the data are built is the same on all ranks.
     seed_all(trainer.seed)
-    data = build_data(config.data)
+    data = build_data(config.data, config.loss.ignored())
     train, evaluation = data.train, data.evaluation
     loss = build_loss(trainer.loss, config.loss.arguments())
     check_evaluation(config, evaluation is not None, loss)
@@ -95,7 +94,7 @@ def build_parts(plan: Plan, config: Config, rank: int, store: dist.Store) -> Par
     sampler = sampler_of(strategy, plan, config, train)
     head = first_samples(train)
     first = first_batch(head, data.collate, plan)
-    _check_count(loss, data.collate, first[1])
+    batch_counts(loss, [first[1]], [min(2, len(head))])  # type: ignore[arg-type]  # map-style, as `indexed` is
     model = _build_model(config, data.facts, first[0], plan.precisions[rank])
     check_hooks(model, train)
     return Parts(
@@ -167,18 +166,6 @@ def _build_model(config: Config, facts: Mapping[str, Any], inputs: Any, precisio
 def _dtype(precision: str) -> torch.dtype:
     """Return the type of weights and inputs; the same on every rank."""
     return torch.float64 if precision == "float64" else torch.float32
-
-
-def _check_count(loss: Loss, collate: Collate, targets: Any) -> None:
-    """Check that the loss can count the elements of a batch.
-
-    Raises:
-        ConfigError: it cannot, or takes rows for samples where tensors have none.
-    """
-    if loss.counts_rows and not collate.has_rows:
-        accepted = "the dotted path of a function of the targets, as a batch's tensors have no rows to count"
-        raise ConfigError(must_be("loss.count", accepted, "samples"))
-    batch_counts(loss, [targets])
 
 
 def components(config: Config) -> tuple[Strategy, BalancingPolicy]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,6 +48,49 @@ class Open(Net):
     def __init__(self, width: int, **options: Any) -> None:
         super().__init__(width)
         self.options = options
+
+
+def _with_more(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a constructor take more arguments than it names, as Hugging Face's configurations do."""
+
+    @functools.wraps(function)
+    def wrapped(self: Any, *args: Any, more: int = 0, **options: Any) -> None:
+        known = {name: options.pop(name) for name in list(options) if name == "width"}
+        function(self, *args, **known)
+        self.more, self.options = more, options
+
+    return wrapped
+
+
+class Decorated:
+    @_with_more
+    def __init__(self, width: int = 1) -> None:
+        self.width = width
+
+
+class HeirOfDecorated(Decorated):
+    """Has the constructor of its base class."""
+
+
+@dataclass
+class Configured:
+    """Gives all other arguments to `__post_init__`, by a decorator that shows the fields alone."""
+
+    width: int = 1
+
+    def __post_init__(self, **options: Any) -> None:
+        self.options = options
+
+
+class Loading:
+    """Is made by a method of its class."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    @classmethod
+    def from_config(cls, config: Any = None, **options: Any) -> Loading:
+        return cls(**{**(config or {}), **options})
 
 
 class Judging:
@@ -155,6 +200,10 @@ def node(name: str, **arguments: Any) -> dict[str, Any]:
         node("Net", _partial_=True),
         node("Net", _partial_=True, _convert_="all", _recursive_=True, rate=0.5),
         node("Open", width=1, more=2, yet={"more": 3}),
+        node("Decorated", width=2, num_labels=3),
+        node("HeirOfDecorated", num_labels=3),
+        node("Configured", num_labels=3),
+        node("Loading.from_config", width=2, num_labels=3),
         node("Judging", low=0, high=2),
         node("HeirOfJudging"),
         node("WithInstanceCheck", a=3),

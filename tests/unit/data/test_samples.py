@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, TensorDataset
 
+from hetexp.core.config import LossConfig
 from hetexp.core.errors import ConfigError
 from hetexp.core.split import Split
 from hetexp.data.base import build_data, check_samples, in_torch
@@ -102,6 +103,27 @@ def test_pad_follows_the_name_of_the_targets_and_keys() -> None:
     inputs, targets = Collate(Pad(length=3, keys=["ids", "tags"]), targets="tags")(samples)
     assert targets.tolist() == [[3, 4, -100], [3, -100, -100]]
     assert inputs["box"].shape == (2, 2)
+
+
+def test_pad_fills_classes_with_the_label_that_the_loss_leaves_out() -> None:
+    samples = [([1, 2], [3, 4]), ([1], [3])]
+    _, targets = Collate(Pad(), ignored=(-7,))(samples)
+    assert targets.tolist() == [[3, 4], [3, -7]]
+    _, targets = Collate(Pad(values={"1": -5}), ignored=(-7,))(samples)
+    assert targets.tolist() == [[3, 4], [3, -5]]
+    with pytest.raises(ConfigError, match=r"values\.1` must be given if the terms .* \(-7, -100\)"):
+        Collate(Pad(), ignored=(-7, -100))(samples)
+
+
+def test_the_labels_that_a_loss_leaves_out() -> None:
+    terms: dict[str, dict[str, Any]] = {
+        "a": {"loss": "cross_entropy", "ignore_index": -7},
+        "b": {"loss": "mse"},
+    }
+    assert LossConfig().ignored() == ()
+    assert LossConfig(ignore_index=0).ignored() == (0,)
+    assert LossConfig(terms=terms).ignored() == (-7,)
+    assert LossConfig(terms={**terms, "c": {"loss": "cross_entropy"}}).ignored() == (-7, -100)
 
 
 @pytest.mark.parametrize(

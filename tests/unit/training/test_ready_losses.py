@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from hetexp.core.errors import ConfigError
-from hetexp.training.loss import Loss, WeightedSum, batch_counts, build_loss
+from hetexp.training.loss import (
+    IndicesChecked,
+    LabelError,
+    Loss,
+    TokenError,
+    WeightedSum,
+    batch_counts,
+    build_loss,
+)
 
 CUTS = ((0, 1), (1, 8), (8, 8), (8, 11))
 """Unequal parts of 11 samples, one of them empty."""
@@ -134,6 +143,40 @@ def test_a_single_class_is_refused() -> None:
     for shape, targets in (((5, 1), (5,)), ((5, 1, 4, 4), (5, 4, 4))):
         with pytest.raises(ConfigError, match=r"two classes or more.*bce"):
             build_loss("cross_entropy").total(draw(0, *shape), torch.zeros(targets, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("known", [None, 5])
+def test_a_models_loss_counts_samples_by_rows_or_by_their_number(known: int | None) -> None:
+    """Lists have no rows: the first tensor of an image has three colours."""
+    targets = [{"boxes": torch.zeros(3, 4)}, {"boxes": torch.zeros(1, 4)}]
+    whole = build_loss("model", {"count": "samples"}).for_samples(known)
+    assert whole.count(targets) == (known or 3)
+    assert float(whole.total((torch.tensor(2.0),), targets)) == 2 * (known or 3)
+    assert whole.counts(targets).tolist() == [1] * (known or 3)
+    terms = {"own": {"loss": "model", "count": "samples", "factor": 0.5}}
+    several = build_loss("sum", {"terms": terms}).for_samples(known)
+    assert batch_counts(several, [targets], [known]) == (known or 3, [known or 3])
+
+
+def test_a_loss_that_does_not_count_samples_stays_itself() -> None:
+    for loss in (build_loss("cross_entropy"), build_loss("mse"), build_loss("model", {"count": "labels"})):
+        assert loss.for_samples(5) is loss
+
+
+def test_indices_that_a_model_hands_to_torch_are_checked() -> None:
+    scores, words = torch.zeros(2, 3), torch.zeros(4, 6)
+    with IndicesChecked():
+        functional.cross_entropy(scores, torch.tensor([2, -100]))
+        functional.cross_entropy(scores, torch.full((2, 3), 1 / 3))
+        functional.nll_loss(scores, torch.tensor([2, 9]), ignore_index=9)
+        functional.embedding(torch.tensor([[3]]), words)
+        nn.Linear(3, 2)(scores)
+        with pytest.raises(LabelError, match=r"from 0 to 2, .* or -1 if .* but one is -100 instead"):
+            nn.CrossEntropyLoss(ignore_index=-1)(scores, torch.tensor([2, -100]))
+        with pytest.raises(TokenError, match=r"from 0 to 3, .* but one is 4 instead"):
+            functional.embedding(torch.tensor([[4]]), words)
+        with pytest.raises(LabelError, match=r"one is 3 instead"):  # a dimension of pixels
+            functional.cross_entropy(torch.zeros(2, 3, 4), torch.full((2, 4), 3))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"weight": [1.0, 1.0, 1.0]}, {"label_smoothing": 0.1}])
@@ -308,7 +351,7 @@ def test_a_sum_of_means_over_different_counts() -> None:
     parts = [
         ({k: v[a:b] for k, v in output.items()}, {k: v[a:b] for k, v in targets.items()}) for a, b in CUTS
     ]
-    count, terms = batch_counts(loss, [part for _, part in parts])
+    count, terms = batch_counts(loss, [part for _, part in parts], [None] * len(parts))
     assert count == 11 and terms[1] == 22
     loss.set_global_counts(count, terms)
     total = torch.stack([loss.total(*part) for part in parts]).sum() / count
