@@ -16,12 +16,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from support import Run, Train, start_run
 from xdist.scheduler import LoadFileScheduling
 
 from hetexp.launch.processes import process as ranks
 
+# torch's compiler would start processes of its own, which outlive the test; it reads the variable once.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Ranks of the tests of adapters would each import it for seconds; the server goes without what is missing. It
 # imports bitsandbytes, which opens the card: no process that is forked afterwards could use it.
 if importlib.util.find_spec("bitsandbytes") is None:
@@ -42,6 +45,10 @@ SET_BY_IMPORTS = {
 }
 """Variables that other libraries set when they are first imported."""
 GPU = "tests/gpu/"
+NO_CARDS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "ONEAPI_DEVICE_SELECTOR": "opencl:cpu"}
+"""Variables that hide all cards, of this process and of all that a test starts."""
+_AS_STARTED = {name: os.environ.get(name) for name in NO_CARDS}
+_TORCH_SEES = (torch.cuda.is_available, torch.cuda.device_count)
 LONG = (
     "integration/test_environments.py",
     "integration/test_launchers.py",
@@ -75,6 +82,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     places |= {item.path: -1 for item in items if item.nodeid.startswith(GPU)}
     items.sort(key=lambda item: (places.get(item.path, len(LONG)), -files[item.path]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Hide the machine's cards from every test outside `tests/gpu`, before any fixture is made.
+
+    Once a test of a card has opened CUDA in this process, the variables come too late for torch.
+    """
+    for_cards = item.nodeid.startswith(GPU)
+    for name, value in (_AS_STARTED if for_cards else NO_CARDS).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    seen = for_cards or not torch.cuda.is_initialized()
+    torch.cuda.is_available, torch.cuda.device_count = _TORCH_SEES if seen else (lambda: False, lambda: 0)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,6 +13,7 @@ from torch import nn
 from hetexp.comm.forms import no_rows, sparse_parameters
 from hetexp.core.call import call_model
 from hetexp.hardware.memory.out_of_memory import first_line, is_out_of_memory
+from hetexp.torch_private import uncompiled
 
 
 class _Given(torch.autograd.Function):
@@ -110,8 +111,7 @@ class EmptyShareGuard(nn.Module):
     @property
     def bare_model(self) -> nn.Module:
         """The model; if `torch.compile` has compiled it, the one before."""
-        bare: nn.Module = getattr(self.model, "_orig_mod", self.model)
-        return bare
+        return uncompiled(self.model)
 
     def forward(self, inputs: Any) -> Any:
         if inputs is not None and self.shortage is None:

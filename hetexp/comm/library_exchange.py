@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from hetexp.comm.communicator import peer_lost
 from hetexp.comm.connections.sockets import remembered
 from hetexp.comm.exchange import Exchange, staged
 from hetexp.comm.rendezvous import forming_timeout
 from hetexp.core.errors import SetupError
-
-_CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
+from hetexp.torch_private import all_gather_options, group_class, group_options, set_library_timeout
 
 
 class LibraryExchange(Exchange):
@@ -48,21 +46,19 @@ class LibraryExchange(Exchange):
     ) -> None:
         self.name, self.rank, self.size = library, rank, size
         self.takes_host = library == "gloo"
-        group_class: Any = getattr(_distributed_c10d, _CLASSES[library], None)
-        if group_class is None:
+        library_class = group_class(library)
+        if library_class is None:
             raise SetupError(f"torch {torch.__version__} has no {library}.")
         limit = timedelta(seconds=timeout_seconds)
         try:
             if library == "gloo":
                 with remembered():
                     forming_limit = forming_timeout(timeout_seconds, forming_seconds)
-                    self._group = group_class(store, rank, size, timeout=forming_limit)
-                self._group._set_default_timeout(limit)
+                    self._group: Any = library_class(store, rank, size, timeout=forming_limit)
+                set_library_timeout(self._group, limit)
             else:  # as torch.distributed itself does it
-                options = group_class.Options()
-                options._timeout = limit
-                options.group_name, options.global_ranks_in_group = "exchange", list(range(size))
-                self._group = group_class(store, rank, size, options)
+                options = group_options(library_class, limit, size)
+                self._group = library_class(store, rank, size, options)
         except RuntimeError as error:
             raise SetupError(f"the {library} group of {size} ranks did not form: {error}") from error
 
@@ -75,7 +71,7 @@ class LibraryExchange(Exchange):
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         sent = tensor.to("cpu") if self.name == "gloo" else tensor
         gathered = [torch.empty_like(sent) for _ in range(self.size)]
-        self._wait(lambda: self._group.allgather([gathered], [sent], _distributed_c10d.AllgatherOptions()))
+        self._wait(lambda: self._group.allgather([gathered], [sent], all_gather_options()))
         return [part.to(tensor.device) for part in gathered]
 
     def broadcast_(self, tensor: torch.Tensor) -> None:

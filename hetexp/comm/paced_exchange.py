@@ -25,6 +25,7 @@ from hetexp.comm.exchange import Exchange
 from hetexp.comm.hook import Averaging, Result
 from hetexp.core.cost.step import Links, Wire
 from hetexp.hardware.emulation.pacing import GRAIN_SECONDS
+from hetexp.torch_private import sparse_parts
 
 
 @dataclass
@@ -180,4 +181,4 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a bucket; of a sparse gradient those of its rows and their indices."""
     if not tensor.is_sparse:
         return tensor.numel() * tensor.element_size()
-    return tensor._indices().nbytes + tensor._values().nbytes
+    return sum(part.nbytes for part in sparse_parts(tensor))

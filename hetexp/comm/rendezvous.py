@@ -17,6 +17,7 @@ from hetexp.comm.connections.pulse import Pulse
 from hetexp.comm.connections.sockets import remembered
 from hetexp.core.errors import HandshakeError, SetupError
 from hetexp.core.section import flatten
+from hetexp.torch_private import restart_group_count, set_default_timeout
 
 GLOO_TRIES = 5
 """Times its timeout that gloo waits for a connection, as measured (torch 2.13)."""
@@ -127,9 +128,7 @@ def form_group(
     Raises:
         SetupError: the group did not form; contains torch's reason.
     """
-    # torch numbers a process's groups and uses the number to meet. It counts groups that did not form, which
-    # may be so on some ranks only: then the numbers would differ for ever.
-    dist.distributed_c10d._world.group_count = 0
+    restart_group_count()  # a group that did not form on some ranks only would be counted there for ever
     try:
         with remembered():
             dist.init_process_group(
@@ -140,8 +139,7 @@ def form_group(
                 timeout=forming_timeout(timeout_seconds, forming_seconds),
             )
         if forming_seconds is not None and collective_backend == "gloo":
-            limit = timedelta(seconds=timeout_seconds)
-            dist.distributed_c10d._set_pg_timeout(limit, dist.distributed_c10d._get_default_group())
+            set_default_timeout(timedelta(seconds=timeout_seconds))
         pulse = Pulse(dist.PrefixStore("life", store), rank, world_size, timeout_seconds)
         communicator = ProcessGroupCommunicator(device, pulse)
         communicator.barrier()

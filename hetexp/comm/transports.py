@@ -27,6 +27,7 @@ from hetexp.comm.library_exchange import LibraryExchange
 from hetexp.comm.rendezvous import all_gather_json, form_group
 from hetexp.core.errors import HandshakeError, PeerLostError, SetupError
 from hetexp.core.topology import Group, Topology
+from hetexp.torch_private import abort_groups, forget_default_group
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class _Attempt:
         ending.start()
         ending.join(_END_SECONDS)
         if self.native and dist.is_initialized():  # it could not be aborted, and another one must form
-            dist.distributed_c10d._update_default_pg(None)
+            forget_default_group()
 
     def _end(self) -> None:
         for exchange in self._formed:
@@ -203,7 +204,7 @@ class _Attempt:
                 exchange.close()
         if self.native and dist.is_initialized():
             with suppress(Exception):
-                dist.distributed_c10d._abort_process_group()
+                abort_groups()
 
     def _try(self) -> None:
         formed: Exchange | None = None

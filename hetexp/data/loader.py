@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data._utils import worker
 
 from hetexp.core.split import Split
 from hetexp.data.in_memory import Rows, rows_of
@@ -28,6 +27,7 @@ from hetexp.data.sampler import GlobalSampler, Indices, Position
 from hetexp.data.samples import Collate, read, stacks
 from hetexp.data.streams.passes import Mark
 from hetexp.data.streams.stream import Held, Stream, StreamSampler
+from hetexp.torch_private import hide_loader_process
 
 PREFETCH = 2
 """Microbatches that each process of a `DataLoader` loads ahead; torch's default."""
@@ -312,7 +312,7 @@ def _hide_worker(_: int) -> None:
     Many divide themselves among such processes, and some shuffle in another order there, even in a single one
     (Hugging Face's `datasets`).
     """
-    worker._worker_info = None
+    hide_loader_process()
 
 
 @dataclass(frozen=True)

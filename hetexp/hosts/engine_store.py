@@ -17,6 +17,7 @@ from hetexp.core.errors import SetupError
 from hetexp.core.rank_env import ENGINE, OTHERWISE, RankEnv
 from hetexp.hosts.channel import connect_within
 from hetexp.hosts.this_host import local_addresses
+from hetexp.torch_private import default_store
 
 POLL_SECONDS = 0.05
 NOTICE_SECONDS = 5.0
@@ -43,9 +44,7 @@ class EngineStore:
         self._absent = set[int]()
         has_group = dist.is_available() and dist.is_initialized()
         # Ray Train has formed a group already. Its store is where the ranks meet, and the group ends.
-        root = (
-            dist.distributed_c10d._get_default_store() if has_group else _connect(rank_env, timeout_seconds)
-        )
+        root = default_store() if has_group else _connect(rank_env, timeout_seconds)
         self._root = root  # if rank 0 hosts it, it ends with this object
         if has_group:
             dist.destroy_process_group()

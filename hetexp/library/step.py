@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from hetexp.comm.communicator import Communicator
 from hetexp.core.errors import UsageError, must_be
@@ -15,6 +14,7 @@ from hetexp.data.loader import LocalBatch
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.library.front import Call, keeping_statistics
 from hetexp.library.gather import gathered
+from hetexp.torch_private import scale_all_, tree_map_only
 from hetexp.training.loss import as_count
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.nonfinite.loss_scale import widened
@@ -234,7 +234,7 @@ class ScriptStep:
             factor, self.global_count = self._normalizer.factor()
         gradients = [p.grad for p in self._state.model.parameters() if p.grad is not None]
         if dense := [g for g in gradients if not g.is_sparse]:
-            torch._foreach_mul_(dense, factor)
+            scale_all_(dense, factor)
         for gradient in gradients:
             if gradient.is_sparse:
                 gradient.mul_(factor)

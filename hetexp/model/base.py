@@ -13,6 +13,7 @@ from hetexp.core.config.weights import without_weights
 from hetexp.core.errors import ConfigError, must_build
 from hetexp.core.instantiate import instantiate, parameters
 from hetexp.model.recompute import recompute_layers
+from hetexp.torch_private import apply_to_tensors
 
 
 class WithAuxiliary(NamedTuple):
@@ -69,7 +70,7 @@ def to_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     if not any(tensor.is_complex() for tensor in chain(model.parameters(), model.buffers())):
         return model.to(dtype)
-    model._apply(lambda tensor: tensor.to(type_in(tensor, dtype)))
+    apply_to_tensors(model, lambda tensor: tensor.to(type_in(tensor, dtype)))
     return model
 
 

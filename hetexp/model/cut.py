@@ -14,6 +14,7 @@ from torch import nn
 from hetexp.core.call import call_model
 from hetexp.core.errors import ConfigError
 from hetexp.model.layered import Pieces, call_layer, pieces_of
+from hetexp.torch_private import BatchNormBase
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,7 @@ def whole_of(model: nn.Module) -> Whole:
         problems.append(
             f"`model` must name all of its state in `pieces`, but {kind} leaves out {', '.join(outside[:3])}."
         )
-    over_batch = [
-        name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
+    over_batch = [name for name, module in model.named_modules() if isinstance(module, BatchNormBase)]
     if over_batch:
         problems.append(
             f"`model` must not normalise over the batch to be trained in stages, but {over_batch[0]} does: "

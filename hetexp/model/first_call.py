@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
 from hetexp.core.call import call_model
 from hetexp.core.errors import ConfigError
 from hetexp.model.base import type_in
+from hetexp.torch_private import tree_map_only
 
 
 def lazy_names(model: nn.Module) -> list[str]:

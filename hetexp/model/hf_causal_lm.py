@@ -29,6 +29,7 @@ from hetexp.model.decoder import (
 from hetexp.model.exported import Exported
 from hetexp.model.four_bit import Kind, keep_in_four_bits
 from hetexp.model.layered import Pieces
+from hetexp.torch_private import to_arguments
 
 SMALL = {
     "model_type": "llama",
@@ -135,7 +136,7 @@ class HFCausalLM(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move the model; a base with a type of its own keeps it, and adapters are never half."""
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, non_blocking = to_arguments(*args, **kwargs)
         if dtype is None or self.base_dtype is None:
             return super().to(*args, **kwargs)
         for parameter in self.parameters():

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hetexp.core.errors import ConfigError
 from hetexp.model.layered import pieces_of
+from hetexp.torch_private import tree_leaves
 
 Value = TypeVar("Value")
 _here = threading.local()

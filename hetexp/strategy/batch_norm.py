@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.empty_share import zero_with_gradient
@@ -32,6 +31,7 @@ from hetexp.strategy.batch_norm_layer import (
     wide,
     wide_type,
 )
+from hetexp.torch_private import BatchNormBase as _BatchNorm
 from hetexp.training.measuring.trial_pass import try_out, undisturbed
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from hetexp.model.recompute import once
+from hetexp.torch_private import BatchNormBase as _BatchNorm
 
 if TYPE_CHECKING:
     from torch import Tensor

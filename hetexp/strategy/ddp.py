@@ -94,6 +94,7 @@ class DDP(Strategy):
 
         from hetexp.comm.empty_share import EmptyShareGuard
         from hetexp.strategy.spectral import spectral_iterations
+        from hetexp.torch_private import exclude_from_ddp
 
         # torch 2.13 deprecates the argument and warns whenever it is given, also with its own default.
         buffers: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
@@ -101,7 +102,7 @@ class DDP(Strategy):
         guard.iterations = spectral_iterations(model)
         if callable(constant):  # every rank has them: they need not be sent, at the start or ever
             names = [f"model.{name}" for name in constant()]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(guard, names)
+            exclude_from_ddp(guard, names)
         # Without `device_ids`: the module is on its device already, and CPU ranks refuse the argument.
         return DistributedDataParallel(
             guard,
@@ -118,12 +119,14 @@ class DDP(Strategy):
     def unwrap(self, module: nn.Module, model: nn.Module) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
+        from hetexp.torch_private import remove_ddp_hooks
+
         self._equal = True
         if isinstance(module, DistributedDataParallel):
             # Its hooks on the parameters would go on exchanging, and the module, which refers to itself,
             # would keep the group's connections open. The reducer is safe to destroy here: its remaining
             # collectives have failed.
-            module.reducer._remove_autograd_hooks()
+            remove_ddp_hooks(module)
             del module.reducer, module.logger
             module.process_group = None  # type: ignore[assignment]
             norms = _guard_of(module).norms
@@ -263,14 +266,13 @@ def _guard_of(module: nn.Module) -> EmptyShareGuard:
 
 def _warn_of_batch_norm(model: nn.Module, communicator: Communicator) -> None:
     """Warn of BatchNorm layers that are not exact: each rank has its own statistics of a batch."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
     from hetexp.strategy.batch_norm_layer import SynchronisedBatchNorm
+    from hetexp.torch_private import BatchNormBase
 
     names = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, SynchronisedBatchNorm)
+        if isinstance(module, BatchNormBase) and not isinstance(module, SynchronisedBatchNorm)
     ]
     if names and communicator.world_size > 1 and communicator.rank == 0:
         log.warning(

@@ -131,9 +131,9 @@ class DP(Unexchanged):
         inputs: Any,
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        from torch.nn.modules.batchnorm import _BatchNorm
+        from hetexp.torch_private import BatchNormBase
 
-        names = [name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+        names = [name for name, layer in module.named_modules() if isinstance(layer, BatchNormBase)]
         if names:
             log.warning(
                 "%d BatchNorm layers: their statistics are each card's own, and those of %s are kept. With "

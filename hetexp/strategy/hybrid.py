@@ -67,7 +67,9 @@ class Hybrid(Staged):
             )
             return problems
         wrong = self._check_groups(len(devices))
-        return problems + wrong + ([] if wrong or not self._groups else self.check_stages(self._groups))
+        return (
+            problems + wrong + ([] if wrong or not self._groups else self.check_stages(self._groups, devices))
+        )
 
     def _check_groups(self, num_devices: int) -> list[str]:
         groups, plan = self._groups, self._shard_plan

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from hetexp.torch_private import forward_pre_hooks, spectral_norm_class
+
 
 def spectral_iterations(model: nn.Module) -> list[Callable[[], None]]:
     """Return, for each layer with a spectral norm, the power iteration that a training pass makes.
@@ -17,13 +19,13 @@ def spectral_iterations(model: nn.Module) -> list[Callable[[], None]]:
     Both of torch's forms count: `torch.nn.utils.parametrizations.spectral_norm`, and the older
     `torch.nn.utils.spectral_norm`.
     """
-    new = torch.nn.utils.parametrizations._SpectralNorm
+    new = spectral_norm_class()
     old = sys.modules[
         "torch.nn.utils.spectral_norm"
     ].SpectralNorm  # a function of torch has the module's name
     found: list[Callable[[], None]] = []
     for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
+        for hook in forward_pre_hooks(module):
             if isinstance(hook, old):
                 found.append(partial(_iterate, module, partial(hook, module, None)))
         if is_parametrized(module):

@@ -12,6 +12,7 @@ from torch import nn
 from hetexp.core.config import Config
 from hetexp.core.errors import SetupError
 from hetexp.hardware.emulation.pacing import tensors
+from hetexp.torch_private import allow_any_size, compiler_errors
 
 
 def compiled(model: nn.Module, config: Config) -> nn.Module | None:
@@ -31,7 +32,7 @@ def any_batch_size(inputs: Any) -> None:
     """Let one graph serve all batch sizes but 1, which torch compiles separately."""
     for tensor in tensors(inputs):
         if tensor.dim():
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            allow_any_size(tensor, 0)
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def compile_errors_explained() -> Iterator[None]:
     """
     try:
         yield
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except compiler_errors() as error:
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
         raise SetupError(
             f"`trainer.compile` must be false if torch cannot compile the model: {first_line}. A compiler "

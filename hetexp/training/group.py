@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import SoloCommunicator
-from hetexp.comm.connections.disposal import formed_groups, release_later
+from hetexp.comm.connections.disposal import release_later
 from hetexp.comm.forms import of_other_forms
 from hetexp.comm.hook import Averaging, CommHook, GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
@@ -19,6 +19,7 @@ from hetexp.comm.transports import Job, form_transports
 from hetexp.core.plan import Plan
 from hetexp.hardware.links import links_of
 from hetexp.plan.routes import routes_to_try
+from hetexp.torch_private import formed_groups
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)

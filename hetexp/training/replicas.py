@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetexp.core.errors import HetexpError
+from hetexp.torch_private import BatchNormBase
 from hetexp.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def warn_of_own_buffers(state: TrainState) -> None:
     own = {
         f"{path}.{name}".removeprefix(".")
         for path, module in state.model.named_modules()
-        if isinstance(module, _BatchNorm)
+        if isinstance(module, BatchNormBase)
         for name in module._buffers
     }
     buffers = [("buffer", n, b, ranks) for n, b in state.model.named_buffers() if n not in own]

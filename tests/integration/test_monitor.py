@@ -6,8 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from launched import TINY, Launched, wait_for
 from support import Train
+
+pytest.importorskip("sqlalchemy", reason="the extra `monitor` is not installed")
 
 from hetexp.monitor.store import ABANDONED, Store
 

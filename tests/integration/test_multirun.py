@@ -101,6 +101,7 @@ def test_two_jobs_of_two_ranks_on_a_relative_path(start: Start, tmp_path: Path) 
 
 def test_the_second_of_three_jobs_fails(start: Start) -> None:
     """Its data raises, or its configuration is refused: the others are complete, and the exit code tells."""
+    pytest.importorskip("wandb")
     raising = start("raising", "-m", *DATA, "logger=wandb", "+data.after=10", "+data.fault=null,raise,null")
     refused = start("refused", "-m", *DATA, "logger=wandb", "optimizer.lr=0.1,-1,0.2")
     for run, second in ((raising, "failed"), (refused, None)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -55,6 +56,15 @@ CASES = {
         "trainer.schedule={_target_:transformers.get_cosine_schedule_with_warmup,num_warmup_steps:2}",
     ),
 }
+MISSING = {
+    "muon": pytest.mark.skipif(
+        not hasattr(torch.optim, "Muon"), reason=f"torch {torch.__version__} has no Muon"
+    ),
+    "adafactor": pytest.mark.skipif(
+        find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+}
+EACH_CASE = [pytest.param(case, marks=MISSING.get(case, ())) for case in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +84,7 @@ def rates(run: Run) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_two_ranks_equal_one_device(
     train: Train, single: Callable[..., Run], case: str, strategy: str
 ) -> None:
@@ -90,7 +100,7 @@ def test_two_ranks_equal_one_device(
         assert len(set(rates(run))) > 1
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH_CASE)
 def test_a_resumed_run_goes_on_to_the_bit(train: Train, single: Callable[..., Run], case: str) -> None:
     more = [word if not word.startswith("data.count") else f"+{word}" for word in CASES[case]]
     whole = single(*more)

@@ -1,11 +1,17 @@
-"""How the tests themselves are handed out to xdist's workers."""
+"""What `tests/conftest.py` does with the machine's cards: who gets them, and who sees none."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from xdist.remote import Producer
+
+from hetexp.hardware.detection.builds import own_build
+from hetexp.hardware.detection.inventory import detect
 
 FILES = (
     "tests/gpu/test_cuda.py",
@@ -52,3 +58,17 @@ def test_one_worker_gets_all_tests_that_need_a_card(pytestconfig: pytest.Config)
     on_cards = [files for files in by_worker if any("/gpu/" in file for file in files)]
     assert on_cards == [{FILES[0], FILES[2]}]
     assert sorted(test for worker in workers for test in worker.given) == sorted(TESTS)
+
+
+@pytest.fixture(scope="module")
+def cards_of_a_shared_fixture() -> list[str]:
+    """The cards that a fixture of many tests could use; it is made before any fixture of a single test."""
+    return [card.spec.name for card in detect(builds=[own_build()]).cards if card.state == "available"]
+
+
+def test_a_test_elsewhere_sees_no_card(cards_of_a_shared_fixture: list[str]) -> None:
+    assert cards_of_a_shared_fixture == []
+    assert not torch.cuda.is_available()
+    sees = "import torch; print(torch.cuda.is_available())"
+    answer = subprocess.run([sys.executable, "-c", sees], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"

@@ -406,7 +406,7 @@ def test_temporary_files_of_an_ended_rank(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / f"hetexp-{pid}-abc").mkdir()
     process.wait(10)
     run.end()
-    assert [path.name for path in tmp_path.glob("hetexp-*")] == [f"hetexp-{os.getpid()}-abc"]
+    assert [path.name for path in tmp_path.glob("hetexp-[0-9]*")] == [f"hetexp-{os.getpid()}-abc"]
 
 
 # ---------------------------------------------------------------- limits, ports, network

@@ -10,15 +10,8 @@ import threading
 import time
 from typing import Any
 
-import torch.distributed as dist
-
 LATER_SECONDS = 1.0
 """By then the caller has dropped its own references."""
-
-
-def formed_groups() -> list[Any]:
-    """Return all groups of torch.distributed that this process has formed; the list keeps them alive."""
-    return list(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else []
 
 
 def release_later(things: list[Any]) -> None:

@@ -11,6 +11,10 @@ PEER_LOST_SIGNS = (
     "the members of this training have changed",
     "gloo",
     "nccl",
+    "NCCL communicator was aborted",
+    "NCCL Async Error",  # with the next two of torch's newer class for NCCL (2.14.1)
+    "NCCL operation failed",
+    "NCCL operation timed out",
     "Connection closed by peer",
     "Connection reset",
     "Broken pipe",

@@ -82,7 +82,7 @@ class ModelledAllocator:
             hooks.__exit__(None, None, None)
 
     def _free_after_backward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        from torch.autograd import Variable
+        from hetexp.torch_private import queue_after_backward
 
         kept = self._activations - self._of_others
         waiting = next((tensor for tensor in tensors(output) if tensor.requires_grad), None)
@@ -93,7 +93,7 @@ class ModelledAllocator:
             self._of_others -= kept
 
         self._of_others += kept
-        waiting.register_hook(lambda _: Variable._execution_engine.queue_callback(free))
+        waiting.register_hook(lambda _: queue_after_backward(free))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = _storage(tensor)

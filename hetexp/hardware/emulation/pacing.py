@@ -142,12 +142,12 @@ class Pacer:
                 break
 
     def _begin_backward(self, times: PassTimes, samples: int) -> None:
-        from torch.autograd import Variable
+        from hetexp.torch_private import queue_after_backward
 
         self._begin("backward", times.backward(samples))
         self.backward_done = 0.0
         # Runs after all gradients and before DDP waits for its exchange, which DDP queues later.
-        Variable._execution_engine.queue_callback(self._end_backward)
+        queue_after_backward(self._end_backward)
 
     def _gradient_ready(self, fraction: float) -> None:
         self.backward_done = min(self.backward_done + fraction, 1.0)
@@ -227,10 +227,10 @@ class Slowdown:
                 break
 
     def _begin_backward(self) -> None:
-        from torch.autograd import Variable
+        from hetexp.torch_private import queue_after_backward
 
         self._begin()
-        Variable._execution_engine.queue_callback(self._end_backward)
+        queue_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self.catch_up()  # for the work after the last hook

@@ -232,9 +232,9 @@ def _update(
 ) -> tuple[int | None, int | None, str | None]:
     """Return the optimizer's state, the peak of the update beyond it, and why they are not known."""
     import torch
-    from torch.utils._pytree import tree_leaves
 
     from hetexp.hardware.memory import trace
+    from hetexp.torch_private import tree_leaves
 
     def on_device(value: Any) -> list[torch.Tensor]:
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
@@ -330,7 +330,8 @@ def _sized(workload: Workload, part: int, size: int) -> Any:
         part: 0 for the inputs, 1 for the targets.
     """
     import torch
-    from torch.utils._pytree import tree_map_only
+
+    from hetexp.torch_private import tree_map_only
 
     floating = torch.float64 if workload.precision == "float64" else torch.float32
 

@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+
+from hetexp.torch_private import (
+    EFFICIENT_ATTENTION,
+    FLASH_ATTENTION,
+    PLAIN_ATTENTION,
+    tree_leaves,
+    tree_map_only,
+)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -109,7 +116,7 @@ class CardFunctions(TorchFunctionMode):
             return args, kwargs
         elif name in WIDEST:
             target = self._lower
-            for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+            for value in tree_leaves((args, kwargs)):
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     target = torch.promote_types(target, value.dtype)
         else:
@@ -170,7 +177,6 @@ def attention(
     Flash attention takes half precision without a mask, the memory-efficient kernel float32 and masks. Other
     inputs (float64, odd head sizes, three or five dimensions) are computed with all scores.
     """
-    aten = torch.ops.aten
     size = query.shape[-1]
     plain = query.dim() == key.dim() == value.dim() == 4 and key.shape[-1] == value.shape[-1] == size
     if plain and query.dtype in _HALF and attn_mask is None and size <= 256:
@@ -179,18 +185,14 @@ def attention(
         if padding:
             pad = functools.partial(torch.nn.functional.pad, pad=(0, padding))
             query, key, value = pad(query), pad(key), pad(value)
-        out: torch.Tensor = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
+        out: torch.Tensor = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :size]
     aligned = size % (16 // query.element_size()) == 0
     if plain and query.dtype in (torch.float32, *_HALF) and aligned and not enable_gqa:
         bias = _bias(attn_mask, query, key)
-        out = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, True, dropout_p, is_causal, scale=scale
-        )[0]
+        out = EFFICIENT_ATTENTION(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
         return out
-    out = aten._scaled_dot_product_attention_math(
+    out = PLAIN_ATTENTION(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
     return out

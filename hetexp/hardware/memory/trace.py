@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hetexp.hardware.memory.convolution import Convolution
+from hetexp.torch_private import (
+    EFFICIENT_ATTENTION_BACKWARD,
+    FLASH_ATTENTION_BACKWARD,
+    TorchDispatchMode,
+    storage_key,
+    tree_leaves,
+)
 
 aten = torch.ops.aten
 
@@ -44,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._block, self._kernels, self._cudnn = block, kernels, cudnn
-        self._held = {tensor.untyped_storage()._cdata for tensor in held}
+        self._held = {storage_key(tensor) for tensor in held}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self.now = 0
         """Bytes held at present."""
@@ -80,7 +85,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(tensor)
         if key in self._live or key in self._held:
             return
         size = self._block(storage.nbytes())
@@ -109,7 +114,7 @@ def cpu_block(num_bytes: int) -> int:
 
 def tensor_bytes(tensors: Iterable[torch.Tensor], block: Callable[[int], int]) -> int:
     """Return the bytes of tensors, each storage once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(map(block, storages.values()))
 
 
@@ -182,8 +187,8 @@ _TEMPORARIES: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
     aten.convolution: lambda args, result: _channels_last(*args[:2], *tree_leaves(result)),
     aten.convolution_backward: lambda args, result: _channels_last(*args[:3]),
     aten.embedding_dense_backward: _embedding_backward,
-    aten._scaled_dot_product_flash_attention_backward: _flash_backward,
-    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+    FLASH_ATTENTION_BACKWARD: _flash_backward,
+    EFFICIENT_ATTENTION_BACKWARD: _efficient_backward,
     # The loss of each element, before the sum.
     **dict.fromkeys(
         (aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy),

@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from hetexp.checkpoint.folder import write_packed
@@ -37,6 +36,7 @@ from hetexp.data.loader import chop, cut
 from hetexp.data.sampler import GlobalSampler, Position
 from hetexp.data.streams.stream import Stream, evaluation_batches
 from hetexp.model.hooks import NO_HOOKS
+from hetexp.torch_private import BatchNormBase
 from hetexp.training.evaluate import evaluate_locally
 from hetexp.training.model_hooks import conclude
 from hetexp.training.state import TrainState
@@ -309,8 +309,8 @@ def first_epoch(sampler: GlobalSampler) -> list[int]:
     return order
 
 
-def _norms(model: nn.Module) -> list[_BatchNorm]:
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+def _norms(model: nn.Module) -> list[BatchNormBase]:
+    norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     return [norm for norm in norms if norm.running_mean is not None]
 
 

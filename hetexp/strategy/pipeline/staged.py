@@ -15,7 +15,7 @@ from hetexp.plan.exchange_checks import check_boundary_wire, refuse_wire, requir
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
 from hetexp.plan.strategy import ExchangeText, Preparation, Strategy
 from hetexp.strategy.pipeline.prediction import rows_of
-from hetexp.strategy.pipeline.schedules import SCHEDULES, Schedule, ScheduleName
+from hetexp.strategy.pipeline.schedules import SCHEDULES, Schedule, ScheduleName, oldest_release
 from hetexp.strategy.pipeline.shard_plan import Ranges, check_layers, check_ranges
 
 if TYPE_CHECKING:
@@ -92,6 +92,15 @@ class Staged(Strategy):
             accepted = f"false if `strategy.schedule` is {self.schedule.name}, which splits the backward pass"
             fix = "1F1B and the other schedules that do not split it may compute activations again."
             problems.append(must_be("trainer.activation_checkpointing", accepted, True, fix))
+        release = oldest_release(device.torch for device in devices)
+        if release is not None and release < self.schedule.since:
+            needed, has = (".".join(map(str, numbers)) for numbers in (self.schedule.since, release))
+            fix = (
+                f"torch has {self.schedule.name} since {needed}, and a device's interpreter has torch {has}."
+            )
+            problems.append(
+                must_be("strategy.schedule", "one that each rank's torch has", self.schedule.name, fix)
+            )
         if self.schedule.splits_backward and any(device.backend == "emulated" for device in devices):
             problems.append(
                 must_be(
@@ -103,8 +112,9 @@ class Staged(Strategy):
             )
         return problems
 
-    def check_stages(self, groups: Sequence[Sequence[int]]) -> list[str]:
+    def check_stages(self, groups: Sequence[Sequence[int]], devices: Sequence[DeviceSpec]) -> list[str]:
         """Return the problems of the chosen ranges and microbatches for pipelines of these ranks."""
+        release = oldest_release(device.torch for device in devices)
         problems = []
         chosen = self.chosen_ranges()
         for position, group in enumerate(groups):
@@ -122,7 +132,9 @@ class Staged(Strategy):
                 num_stages = len(ranges)
             if self._num_microbatches is None:
                 continue
-            accepted = self.schedule.microbatches_problem(self._num_microbatches, num_stages, len(group))
+            accepted = self.schedule.microbatches_problem(
+                self._num_microbatches, num_stages, len(group), release
+            )
             if accepted is not None:
                 problem = must_be("strategy.num_microbatches", accepted, self._num_microbatches)
                 problems += [problem] if problem not in problems else []

@@ -84,5 +84,5 @@ class Pipeline(Staged):
             ]
         if self._entries:
             wrong = check_entries(self._entries, devices, self.schedule)
-            return problems + (wrong or self.check_stages([list(range(len(devices)))]))
-        return problems + self.check_stages([list(range(len(devices)))])
+            return problems + (wrong or self.check_stages([list(range(len(devices)))], devices))
+        return problems + self.check_stages([list(range(len(devices)))], devices)

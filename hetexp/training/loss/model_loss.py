@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.instantiate import locate
+from hetexp.torch_private import tree_leaves
 from hetexp.training.loss.base import HALF, IGNORED, Loss, NoLossError, num_rows
 from hetexp.training.loss.parts import TARGETS, Key, part
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from hetexp.core.config import Config, TrainerConfig
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
@@ -23,6 +22,7 @@ from hetexp.hardware.emulation.emulated import UPDATE_PASSES, CardTimes
 from hetexp.hardware.emulation.pacing import count_work, tensors
 from hetexp.plan.device_estimates import CATALOGUE, NOTHING, DeviceEstimates
 from hetexp.plan.strategy import Strategy
+from hetexp.torch_private import tree_map_only
 from hetexp.training.measuring.estimate import RunMemory
 
 BUCKET_CAP_MB = 25.0

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from hetexp.core.config import Config
@@ -31,6 +30,7 @@ from hetexp.model.base import build_model, to_precision
 from hetexp.model.first_call import call_once
 from hetexp.optimizer.build import build_optimizer
 from hetexp.plan.strategy import Strategy
+from hetexp.torch_private import tree_map_only
 from hetexp.training.loss import build_loss, summed
 from hetexp.training.recovery.oom_recovery import part_of
 from hetexp.training.seeding import seeded

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from hetexp.core.call import call_model
@@ -20,6 +19,7 @@ from hetexp.hardware.memory.estimate import on_meta
 from hetexp.hardware.memory.functions import CardFunctions
 from hetexp.model.layered import Pieces, call_layer, pieces_of
 from hetexp.optimizer.build import build_optimizer
+from hetexp.torch_private import storage_key, tree_leaves, tree_map_only
 from hetexp.training.measuring.estimate import RunMemory
 
 SIZES = (2, 3)
@@ -167,11 +167,11 @@ def _backward(result: Any, inputs: Sequence[torch.Tensor]) -> None:
 @contextlib.contextmanager
 def _saved(around: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield a list that autograd fills with the tensors that it saves, except those in `around`."""
-    excluded = {tensor.untyped_storage()._cdata for tensor in around}
+    excluded = {storage_key(tensor) for tensor in around}
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage()._cdata not in excluded:
+        if storage_key(tensor) not in excluded:
             kept.append(tensor)
         return tensor
 
@@ -254,5 +254,5 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Return the bytes of the tensors' storages, each counted once."""
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
     return sum(sizes.values())

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from hetexp.core.errors import ConfigError
 from hetexp.hardware.backend import Backend
+from hetexp.torch_private import queue_after_backward
 
 SPARSE_ELSEWHERE = (
     "`model` must get sparse gradients from torch.nn.Embedding or torch.nn.EmbeddingBag (sparse=True) alone "
@@ -44,7 +44,7 @@ class StepTimer:
         work_end: list[Any] = []
 
         def queue(_: torch.Tensor) -> None:
-            Variable._execution_engine.queue_callback(lambda: work_end.append(self.backend.mark()))
+            queue_after_backward(lambda: work_end.append(self.backend.mark()))
 
         loss.register_hook(queue)
         start = self.backend.mark()

@@ -18,6 +18,7 @@ import torch
 from hetexp.core.errors import HetexpError, SetupError
 from hetexp.hardware.backend import Backend
 from hetexp.model.base import WithAuxiliary
+from hetexp.torch_private import scale_all_
 
 
 class NonFiniteError(HetexpError):
@@ -64,7 +65,7 @@ class LossScale:
     def unscale(self, gradients: Sequence[torch.Tensor]) -> None:
         """Divide gradients by the scale, in place."""
         if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
-            torch._foreach_mul_(dense, 1.0 / self.value)
+            scale_all_(dense, 1.0 / self.value)
         for gradient in gradients:
             if gradient.is_sparse:
                 gradient.mul_(1.0 / self.value)

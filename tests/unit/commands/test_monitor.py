@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("sqlalchemy", reason="the extra `monitor` is not installed")
+
 from hetexp.cli import main
 from hetexp.monitor import follow
 from hetexp.monitor.store import Store

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import postgres
 import pytest
 
-from hetexp.monitor.store import Store
+if TYPE_CHECKING:
+    from hetexp.monitor.store import Store
 
 
 @pytest.fixture(scope="session", params=["sqlite", "postgresql"])
@@ -31,6 +33,8 @@ def url(server: str | None, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def store(url: str) -> Iterator[Store]:
+    from hetexp.monitor.store import Store
+
     opened = Store(url)
     yield opened
     opened.close()

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+pytest.importorskip("sqlalchemy", reason="the extra `monitor` is not installed")
+
 from hetexp.core.config import MonitorConfig
 from hetexp.core.device import GIB
 from hetexp.monitor.keys import Keys

@@ -7,6 +7,9 @@ import time
 from dataclasses import replace
 
 import pytest
+
+pytest.importorskip("sqlalchemy", reason="the extra `monitor` is not installed")
+
 from sqlalchemy import func, select
 
 from hetexp.core.config import RetentionConfig

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("sqlalchemy", reason="the extra `monitor` is not installed")
+
 from sqlalchemy import func, select, text
 
 from hetexp.monitor.store import Store

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from run_folders import write_run
 
+pytest.importorskip("sqlalchemy", reason="the extra `monitor` is not installed")
+
 from hetexp.core.config import MonitorConfig
 from hetexp.core.plan import Plan
 from hetexp.monitor.sample import Sample

@@ -8,7 +8,8 @@ import weakref
 from launched import wait_for
 
 from hetexp.comm.connections import disposal
-from hetexp.comm.connections.disposal import formed_groups, release_later
+from hetexp.comm.connections.disposal import release_later
+from hetexp.torch_private import formed_groups
 
 
 class Held:

@@ -13,6 +13,9 @@ from hetexp.core.errors import ConfigError, PeerLostError
     [
         PeerLostError("rank 1 gave no sign of life for 3 s"),
         RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5"),
+        RuntimeError("NCCL communicator was aborted on rank 1."),
+        RuntimeError("NCCL Async Error: remote process exited or there was a network error"),
+        RuntimeError("NCCL operation timed out"),
         RuntimeError("PeerLostError: rank 2 of the exchange is gone"),
         RuntimeError("PeerLostError: the members of this training have changed while ['x'] did not come"),
     ],

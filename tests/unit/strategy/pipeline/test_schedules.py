@@ -5,14 +5,26 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from hetexp.strategy.pipeline.schedules import SCHEDULES, ScheduleName
+from hetexp.strategy.pipeline.schedules import SCHEDULES, ScheduleName, oldest_release
+
+RELEASE = oldest_release([torch.__version__])
+assert RELEASE is not None
+THERE = [name for name in get_args(ScheduleName) if SCHEDULES[name].since <= RELEASE]
+"""Schedules of this torch."""
 
 
-@pytest.mark.parametrize("name", get_args(ScheduleName))
+def test_older_torchs_lack_what_we_say() -> None:
+    for name in set(get_args(ScheduleName)) - set(THERE):
+        with pytest.raises(ValueError, match=name):
+            schedules.get_schedule_class(name)
+
+
+@pytest.mark.parametrize("name", THERE)
 def test_names_and_kinds_are_torchs(name: str) -> None:
     several = issubclass(schedules.get_schedule_class(name), schedules.PipelineScheduleMulti)
     assert several == (SCHEDULES[name].stages_a_rank > 1)
@@ -35,7 +47,7 @@ class _Stage:
         self.submod = nn.Identity()
 
 
-@pytest.mark.parametrize("name", get_args(ScheduleName))
+@pytest.mark.parametrize("name", THERE)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_torch_takes_what_we_take(name: str, ranks: int) -> None:
     schedule = SCHEDULES[name]
@@ -48,7 +60,8 @@ def test_torch_takes_what_we_take(name: str, ranks: int) -> None:
             kind(made if schedule.stages_a_rank > 1 else made[0], count, loss_fn=lambda *_: None)
         except ValueError as error:
             refused = error
-        assert (refused is None) == (schedule.microbatches_problem(count, stages, ranks) is None), count
+        problem = schedule.microbatches_problem(count, stages, ranks, RELEASE)
+        assert (refused is None) == (problem is None), count
 
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))
@@ -69,3 +82,13 @@ def test_numbers_of_stages() -> None:
     wanted = SCHEDULES["Interleaved1F1B"].stages_problem(2, 2)
     assert wanted == "a multiple of 2 from 4 on for schedule Interleaved1F1B on 2 devices"
     assert SCHEDULES["DualPipeV"].stages_problem(6, 2) == "4 for schedule DualPipeV on 2 devices"
+
+
+def test_the_oldest_torch_of_the_ranks_counts() -> None:
+    release = oldest_release(["2.13.0+cpu", None, "2.9.1+cu128"])
+    assert release == (2, 9)
+    assert oldest_release([None]) is None
+    assert SCHEDULES["GPipe"].microbatches_problem(1, 2, 2) is None
+    wanted = SCHEDULES["GPipe"].microbatches_problem(1, 2, 2, release)
+    assert wanted == "at least the 2 stages for schedule GPipe with torch 2.9"
+    assert SCHEDULES["GPipe"].microbatches_problem(2, 2, 2, release) is None

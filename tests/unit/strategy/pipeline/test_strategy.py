@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,19 @@ def test_emulated_devices_compute_a_backward_pass_at_once() -> None:
     assert problems(emulated, schedule="Interleaved1F1B") == []
     (told,) = problems(emulated, schedule="DualPipeV")
     assert told.startswith("`strategy.schedule` must be one that computes a backward pass at once")
+
+
+def test_the_oldest_torch_of_the_ranks_limits_the_schedule() -> None:
+    old = [replace(CPUS[0], torch="2.13.0+cpu"), replace(CPUS[1], torch="2.8.0+cu128")]
+    (told,) = problems(old, schedule="DualPipeV")
+    assert told.startswith("`strategy.schedule` must be one that each rank's torch has, but is 'DualPipeV'")
+    assert "since 2.9" in told
+    (told,) = problems(old, schedule="GPipe", num_microbatches=1)
+    assert told.startswith(
+        "`strategy.num_microbatches` must be at least the 2 stages for schedule GPipe with"
+    )
+    assert problems(old, schedule="GPipe", num_microbatches=2) == []
+    assert problems(CPUS[:2], schedule="GPipe", num_microbatches=1) == []
 
 
 def test_types_are_told_by_key() -> None:
