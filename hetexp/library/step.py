@@ -155,6 +155,7 @@ class ScriptStep:
             self._normalizer.start(self.count)
         if counted:
             total = widened(loss).sum() * (counted if reduction == "mean" else 1)
+            self._outputs.clear()  # logits may be the largest tensors of a step, and backward does not need them
             self._backward(total)
             self.loss_sum += total.detach().to(self.loss_sum)
         else:
