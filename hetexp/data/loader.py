@@ -382,4 +382,9 @@ class _Microbatches(Dataset[Any]):
         return lambda indices: collate.pair(take(indices))
 
     def _collated(self, indices: Indices) -> Any:
-        return self._memory.hold(self._collate(read(self._dataset, indices.tolist())))
+        samples, memory, collate = read(self._dataset, indices.tolist()), self._memory, self._collate
+        if not memory.enabled:
+            return collate(samples)
+        if isinstance(collate, Collate):
+            return memory.hold(collate(samples, memory.stacked))
+        return memory.hold((memory.stacked if collate is default_collate else collate)(samples))

@@ -80,14 +80,17 @@ class Collate:
             return self.function.length is not None
         return self.function is not collate_list and (self.stacks or None)
 
-    def __call__(self, samples: list[Any]) -> tuple[Any, Any]:
+    def __call__(self, samples: list[Any], stacked: Function | None = None) -> tuple[Any, Any]:
         """Return the batch of some samples.
+
+        Args:
+            stacked: called in place of `default_collate`, if that is the function.
 
         Raises:
             ConfigError: a shipped function cannot make a batch of them, or a key is none of theirs.
         """
         try:
-            batch = self.function(samples)
+            batch = (stacked if stacked is not None and self.stacks else self.function)(samples)
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
             if problem := self._problem(samples):
                 raise ConfigError(problem) from error
