@@ -134,11 +134,21 @@ def read_ahead(
     num_workers: int = 0,
     prefetch_factor: int = PREFETCH,
     collate: Callable[[list[Any]], Any] = default_collate,
+    in_waits: bool = False,
 ) -> int:
-    """Return the most steps that the loader may have drawn beyond the current one; equal on all ranks."""
+    """Return the most steps that the loader may have drawn beyond the current one; equal on all ranks.
+
+    Args:
+        in_waits: whether a rank may take the next step's samples while it waits for its device.
+    """
     if num_workers:
         return prefetch_factor * (1 if isinstance(dataset, Stream) else num_workers)
-    return THREAD_AHEAD if _may_thread(dataset, collate) else 0
+    return THREAD_AHEAD if in_waits or _may_thread(dataset, collate) else 0
+
+
+def reads_in_waits(dataset: Dataset[Any], num_workers: int, collate: Callable[[list[Any]], Any]) -> bool:
+    """Return whether neither a process nor a thread loads the samples, so that the step's waits may."""
+    return not num_workers and not isinstance(dataset, Stream) and not _may_thread(dataset, collate)
 
 
 def _may_thread(dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> bool:

@@ -17,6 +17,7 @@ from hetexp.comm.connections.disposal import release_later
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
+from hetexp.data.prefetch import InWaits
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
 from hetexp.optimizer.schedule import ClassSchedule
@@ -160,7 +161,11 @@ class Training:
         if state.walks_stream:
             batches = begun_together(state, batches)
         before: LocalBatch | None = None
+        loads_in_waits = state.engine.reads_in_waits and not state.backend.computes_on_cpu
+        state.random_states = lambda: window.ahead and window.ahead.states_before
         for batch in window.loaded(batches):
+            quiet = loads_in_waits and not self._work_follows(progress.step + 1)
+            state.while_waiting = window.ahead.take if quiet and window.ahead is not None else None
             message.seconds, message.drawn = state.balancer.local_seconds(window.meter), batch.drawn
             if batch.last:
                 heed_end(state, progress.step, batch)
@@ -229,6 +234,12 @@ class Training:
 
     def _log_due(self, step: int) -> bool:
         return step % self.state.config.trainer.log_every == 0 or step == self.state.total_steps
+
+    def _work_follows(self, step: int) -> bool:
+        """Return whether an evaluation or a checkpoint follows a step, which may draw random numbers."""
+        trainer = self.state.config.trainer
+        every = (trainer.eval_every, trainer.checkpoint_every)
+        return step == self.state.total_steps or any(count and step % count == 0 for count in every)
 
     def _end_step(self, synchronised: bool) -> None:
         """Compare the replicas, write a line, evaluate and save, each if it is due.
@@ -347,6 +358,8 @@ class MetricsWindow:
         """Whether a warning of a skipped step was logged."""
         self.save_due = False
         """Whether a checkpoint is due by this rank's clock; after `log`, by the first rank's."""
+        self.ahead: InWaits[LocalBatch] | None = None
+        """The batches of a loop that is under way."""
 
     def restart(self) -> None:
         """Start the clock: steps follow."""
@@ -372,9 +385,10 @@ class MetricsWindow:
     def loaded(self, batches: Generator[LocalBatch, None, None]) -> Iterator[LocalBatch]:
         """Yield the batches, and count the time that a step waits for each; close them at the end."""
         with closing(batches):
+            self.ahead = InWaits(batches)
             while True:
                 started = time.perf_counter()
-                batch = next(batches, None)
+                batch = self.ahead.next()
                 if batch is None:
                     return
                 self.totals.data_seconds += time.perf_counter() - started
