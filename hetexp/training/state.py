@@ -237,7 +237,7 @@ class TrainState:
         Args:
             device: `None`: the rank's own.
         """
-        return on_device(value, device or self.device, self.dtype)
+        return on_device(value, device or self.device, self.dtype, self.config.trainer.channels_last)
 
 
 @dataclass

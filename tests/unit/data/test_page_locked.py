@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from hetexp.data.page_locked import PageLocked
+from hetexp.data.page_locked import PageLocked, on_device
 from hetexp.hardware.backend import backend_class
 
 Pair = namedtuple("Pair", "inputs targets")
@@ -99,3 +99,17 @@ def test_samples_stack_as_default_collate_does(samples: list[Any]) -> None:
 def test_samples_of_several_shapes_are_refused_as_by_default_collate() -> None:
     with pytest.raises(RuntimeError, match="equal size"):
         PageLocked(False).stacked([torch.ones(2), torch.ones(3)])
+
+
+def test_images_alone_lie_with_their_channels_last() -> None:
+    batch = {
+        "image": torch.randn(2, 3, 4, 5),
+        "row": torch.ones(2, 3),
+        "labels": torch.ones(2, 3, 4, 5).long(),
+    }
+    moved = on_device(batch, torch.device("cpu"), torch.float32, channels_last=True)
+    assert moved["image"].is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(moved[name], value) for name, value in batch.items())
+    assert moved["row"].is_contiguous()
+    assert moved["labels"].is_contiguous()
+    assert on_device(batch, torch.device("cpu"), torch.float32)["image"].is_contiguous()
