@@ -165,7 +165,7 @@ class Training:
         state.random_states = lambda: window.ahead and window.ahead.states_before
         for batch in window.loaded(batches):
             quiet = loads_in_waits and not self._work_follows(progress.step + 1)
-            state.while_waiting = window.ahead.take if quiet and window.ahead is not None else None
+            state.while_waiting = window.load_ahead if quiet else None
             message.seconds, message.drawn = state.balancer.local_seconds(window.meter), batch.drawn
             if batch.last:
                 heed_end(state, progress.step, batch)
@@ -393,6 +393,13 @@ class MetricsWindow:
                     return
                 self.totals.data_seconds += time.perf_counter() - started
                 yield batch
+
+    def load_ahead(self) -> None:
+        """Load the next batch of the loop now, while the device computes."""
+        assert self.ahead is not None
+        started = time.perf_counter()
+        self.ahead.take()
+        self.totals.ahead_seconds += time.perf_counter() - started
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
