@@ -34,7 +34,7 @@ from benchlib.options import fill, names_of, numbers, parser_of
 from benchlib.runs import SCRIPTS, free_port, keep, lines_of, start_in
 from benchlib.tables import figure, median_of, ratio, table
 from ddp_bench.task import QUIET
-from models_bench.loops import LEARNING_RATE, LOOPS, Job, run_rank
+from models_bench.loops import LOOPS, Job, run_rank
 from models_bench.tasks import TASKS
 from rich.console import Console
 
@@ -45,6 +45,8 @@ from hetexp.launch.processes.process import PRELOADED
 
 WAYS = (*LOOPS, "launch", "train")
 IMPORTED = ("models_bench.loops", "timm", "transformers", "diffusers", "accelerate")
+OTHERS = tuple(name for name in TASKS if name not in ("gpt", "convnet"))
+"""Models that are not hetexp's own."""
 COMPILED = ("resnet50", "gpt2")
 COMPILE = {"no": (False,), "yes": (True,), "both": (False, True)}
 SHORTEST, LONGEST = 20, 100
@@ -162,7 +164,10 @@ def in_ranks(job: Job, way: str, arguments: argparse.Namespace) -> tuple[list[Ro
         if rank.exitcode:
             written = (folder / f"rank_{number}.log").read_text(encoding="utf-8", errors="replace")
             raise RuntimeError(f"rank {number} ended with {rank.exitcode}: {written[-1000:]}")
-    peaks = [json.loads((folder / f"rank_{n}.json").read_text("utf-8"))["peak"] for n in range(len(ranks))]
+    peaks = [
+        json.loads((folder / f"rank_{n}.json").read_text("utf-8"))["peak_memory_bytes"]
+        for n in range(len(ranks))
+    ]
     return lines_of(folder / "metrics.jsonl"), max(peaks)
 
 
@@ -191,7 +196,7 @@ def by_script(job: Job, way: str, arguments: argparse.Namespace) -> tuple[list[R
     folder = Path(job.folder, "run")
     script = str(SCRIPTS / "models_bench" / "loops.py")
     options, rest = parse(
-        [script, *words_of(job, arguments.threads), f"hydra.run.dir={folder}", "--", job.written()]
+        [script, *words_of(job, arguments.threads), f"hydra.run.dir={folder}", "--", "hetexp", job.written()]
     )
     summary = launch(*make(options, rest), Console(file=io.StringIO(), width=200))
     return lines_of(folder / "metrics.jsonl"), peak_of(summary)
@@ -212,7 +217,7 @@ def by_configuration(job: Job, way: str, arguments: argparse.Namespace) -> tuple
         f"+data.num_samples={job.num_samples}",
         *job.task.words,
         "optimizer=adamw",
-        f"optimizer.lr={LEARNING_RATE}",
+        f"optimizer.lr={job.learning_rate}",
         "optimizer.fused=true",
         f"trainer.global_batch_size={job.global_batch}",
         f"trainer.num_workers={job.workers}",
@@ -271,7 +276,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--cards", "--ranks", dest="cards", type=int, default=1, help="ranks")
-    parser.add_argument("--only", type=names_of(TASKS), default=list(TASKS), help=", ".join(TASKS))
+    parser.add_argument("--only", type=names_of(TASKS), default=list(OTHERS), help=", ".join(TASKS))
     parser.add_argument("--ways", type=names_of(WAYS), default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--workers", type=numbers, default=[0, 4], help="loader processes of a rank")
     parser.add_argument("--compile", choices=COMPILE, default="both", help=f"of {', '.join(COMPILED)}")

@@ -2,7 +2,7 @@
 
 All three use the same model, data, fused AdamW and batches, page-locked copies that the host does not wait
 for, and processes that load. Every line of metrics waits for the device. This file is the script of
-`hetexp launch`; the other two loops run in forked ranks.
+`hetexp launch` and of the ranks of `scripts/bench_ddp.py`; else the other two loops run in forked ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, defa
 
 from models_bench.tasks import TASKS, Task, data_of, model_of
 
-LEARNING_RATE = 1e-4
-
 
 @dataclass(frozen=True)
 class Job:
@@ -44,6 +42,7 @@ class Job:
     steps: int
     log_every: int
     folder: str
+    learning_rate: float = 1e-4
 
     @property
     def task(self) -> Task:
@@ -62,7 +61,7 @@ class Job:
         return json.dumps(asdict(self))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, fused=True)
 
     def loader(self, data: Any, sampler: Any) -> DataLoader[Any]:
         return DataLoader(
@@ -109,8 +108,15 @@ class Lines:
 
     def close(self) -> None:
         """Write this rank's peak of memory."""
-        peak = torch.cuda.max_memory_allocated() if self._job.on_card else 0
-        Path(self._job.folder, f"rank_{self._rank}.json").write_text(json.dumps({"peak": peak}))
+        if self._job.on_card:
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            import resource
+
+            factor = 1 if sys.platform == "darwin" else 1024
+            peak = factor * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        facts = {"peak_memory_bytes": peak, "torch": torch.__version__}
+        Path(self._job.folder, f"rank_{self._rank}.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -131,7 +137,8 @@ def plain(job: Job, rank: int) -> None:
     sampler: Any = RandomSampler(data)
     if job.world_size > 1:
         own_card = job.on_card and job.num_cards >= job.world_size
-        torch.distributed.init_process_group("nccl" if own_card else "gloo")
+        backend = "nccl" if own_card else "gloo"
+        torch.distributed.init_process_group(backend, device_id=device if own_card else None)
         sampler = DistributedSampler(data, seed=0)
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if job.compiled:
@@ -221,4 +228,9 @@ def run_rank(way: str, text: str, rank: int, threads: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    with_hetexp(Job(**json.loads(sys.argv[1])))
+    chosen, described = sys.argv[1], Job(**json.loads(sys.argv[2]))
+    if chosen == "hetexp":
+        with_hetexp(described)
+    else:  # a rank as torchrun would start it
+        LOOPS[chosen](described, int(os.environ["RANK"]))
+        os._exit(0)

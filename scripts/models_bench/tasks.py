@@ -1,4 +1,4 @@
-"""Models of other people's libraries, made-up data in memory, and their losses."""
+"""Models of other people's libraries, and hetexp's own, with made-up data in memory and losses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ddp_bench import task as own
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
+
+from hetexp.data.synthetic import Synthetic
+from hetexp.model.convnet import ConvNet
+from hetexp.model.gpt import GPT
 
 HELD = 256
 """Samples in memory, which a longer data set repeats."""
@@ -19,7 +24,7 @@ Batch = Any
 class Repeated(Dataset[Any]):
     """A data set as most people's own: one sample at a time, out of memory."""
 
-    def __init__(self, samples: list[Any], num_samples: int) -> None:
+    def __init__(self, samples: Any, num_samples: int) -> None:
         self.samples, self.num_samples = samples, num_samples
 
     def __len__(self) -> int:
@@ -108,7 +113,7 @@ def unet(tiny: bool) -> nn.Module:
 
 def class_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     inputs, classes = batch
-    return functional.cross_entropy(model(inputs), classes)
+    return functional.cross_entropy(model(inputs).flatten(0, -2), classes.flatten())
 
 
 def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -145,6 +150,20 @@ def _timm(title: str, name: str, sync_batch_norm: bool = False, **small: Any) ->
     return Task(title, build, images, class_loss, 128, words, sync_batch_norm=sync_batch_norm)
 
 
+def _own(title: str, kind: type[nn.Module], name: str, batch: int) -> Task:
+    def source(tiny: bool, num_samples: int) -> Synthetic:
+        held = own.data_of(own.TASKS[name][tiny], 1, min(num_samples, own.MOST_SAMPLES))
+        return Synthetic(**held)  # type: ignore[arg-type]
+
+    def data(tiny: bool, num_samples: int) -> Repeated:
+        return Repeated(source(tiny, num_samples).train, num_samples)
+
+    def build(tiny: bool) -> nn.Module:
+        return kind(**own.TASKS[name][tiny].model(), **source(tiny, 1).facts)
+
+    return Task(title, build, data, class_loss, batch, ("trainer.loss=cross_entropy",))
+
+
 _RESNET: dict[str, Any] = {"channels": (16, 32, 64, 128)}
 _VIT: dict[str, Any] = {"img_size": 64, "patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3}
 _OWN, _COLLATE = "trainer.loss=model", "+data.collate=models_bench.tasks.padded"
@@ -158,6 +177,8 @@ TASKS = {
     "bert": Task("BERT-base, padded", bert, sentences, own_loss, 64, (_OWN, _COLLATE), padded),
     "gpt2": Task("GPT-2 124M, own loss", gpt2, texts, own_loss, 16, (_OWN, _LABELS)),
     "unet": Task("diffusers U-Net", unet, noisy, noise_loss, 32, _NOISE),
+    "gpt": _own("hetexp's GPT 124M", GPT, "gpt", 16),
+    "convnet": _own("hetexp's conv net", ConvNet, "convnet", 512),
 }
 
 
