@@ -143,6 +143,7 @@ class Training:
         self.stops = False
         """Whether the user has asked for the training to end."""
         self._replicas = ReplicaCheck(state)
+        self._loads_in_waits = state.engine.reads_in_waits and not state.backend.computes_on_cpu
 
     def steps(self) -> bool:
         """Take the steps that are left; return false if the members change before the last one."""
@@ -161,11 +162,9 @@ class Training:
         if state.walks_stream:
             batches = begun_together(state, batches)
         before: LocalBatch | None = None
-        loads_in_waits = state.engine.reads_in_waits and not state.backend.computes_on_cpu
         state.random_states = lambda: window.ahead and window.ahead.states_before
         for batch in window.loaded(batches):
-            quiet = loads_in_waits and not self._work_follows(progress.step + 1)
-            state.while_waiting = window.load_ahead if quiet else None
+            state.while_waiting = window.load_ahead if self._may_load_ahead(progress.step + 1) else None
             message.seconds, message.drawn = state.balancer.local_seconds(window.meter), batch.drawn
             if batch.last:
                 heed_end(state, progress.step, batch)
@@ -235,11 +234,15 @@ class Training:
     def _log_due(self, step: int) -> bool:
         return step % self.state.config.trainer.log_every == 0 or step == self.state.total_steps
 
-    def _work_follows(self, step: int) -> bool:
-        """Return whether an evaluation or a checkpoint follows a step, which may draw random numbers."""
+    def _may_load_ahead(self, step: int) -> bool:
+        """Return whether this rank loads the next samples while a step waits for its device.
+
+        No evaluation or checkpoint may follow the step: it would draw or keep other random numbers.
+        """
         trainer = self.state.config.trainer
         every = (trainer.eval_every, trainer.checkpoint_every)
-        return step == self.state.total_steps or any(count and step % count == 0 for count in every)
+        follows = step == self.state.total_steps or any(count and step % count == 0 for count in every)
+        return self._loads_in_waits and not follows
 
     def _end_step(self, synchronised: bool) -> None:
         """Compare the replicas, write a line, evaluate and save, each if it is due.
