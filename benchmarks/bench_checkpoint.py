@@ -39,6 +39,8 @@ from hetexp.training.state import Progress, TrainState
 from hetexp.training.wiring import build_state
 
 GOAL_PERCENT = 3.5
+TEN_MINUTES = 600.0
+"""`trainer.checkpoint_minutes` by default, in seconds."""
 WIDTH, VOCABULARY = 768, 8192
 WARM_STEPS = 3
 KINDS = ("none", "background", "waiting")
@@ -185,7 +187,7 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
         f"a checkpoint of {size:.2f} GB{steps}",
         highlight=False,
     )
-    table = Table("checkpoints", "seconds, median", "cost, median", "cost of each round")
+    table = Table("checkpoints", "seconds, median", "cost, median", "cost of each round", "every 10 minutes")
     without = result["seconds"]["none"]
     for kind, times in result["seconds"].items() if options.rounds else ():
         # Of the time between two checkpoints: a round has half an interval more.
@@ -193,7 +195,11 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
         costs = [share * (one / other - 1) for one, other in zip(times, without, strict=True)]
         rounds = ", ".join(f"{cost:+.1f} %" for cost in costs)
         median = f"{statistics.median(costs):+.1f} %" if kind != "none" else ""
-        table.add_row(kind, f"{statistics.median(times):.2f}", median, rounds if kind != "none" else "")
+        spent = statistics.median(one - other for one, other in zip(times, without, strict=True))
+        seldom = f"{100 * spent / options.checkpoints / TEN_MINUTES:+.3f} %" if kind != "none" else ""
+        table.add_row(
+            kind, f"{statistics.median(times):.2f}", median, rounds if kind != "none" else "", seldom
+        )
     if options.rounds:
         console.print(table, f"The goal is {GOAL_PERCENT} % in the background.")
     table = Table("piece of a save", "ms, median")

@@ -5,7 +5,7 @@
 
 The model is the shipped GPT with 124 million weights (model=gpt model.num_layers=12 model.num_heads=12
 model.embedding_size=768 model.tie_weights=true data=synthetic data.kind=tokens data.vocab_size=50304
-data.sequence_length=1024), the plain script is `scripts/rivals/plain_torch.py`. Speeds are medians of the log
+data.sequence_length=1024), the plain script is `scripts/models_bench/loops.py`. Speeds are medians of the log
 lines after the first steps, memory is the peak of torch's allocator, `busy` is what NVIDIA's driver counts.
 """
 

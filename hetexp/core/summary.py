@@ -11,6 +11,8 @@ from hetexp.core.precision import exchanged_in
 
 SCHEMA = 1
 LOST_TO = ("imbalance", "communication", "rounding", "data", "other")
+LOADING_MATTERS = 0.05
+"""Share of a step's time that it may wait for samples before the user is told."""
 
 
 def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "calibration": _calibration(plan),
         "predicted_step_s": None,
         "measured_step_s": None,
+        "loading": {"wait_s": None, "load_s": None, "workers": None},
         "splits": None,
         "comm": {
             "backend": plan.way.name or plan.collective_backend,

@@ -24,7 +24,7 @@ from hetexp.data.in_memory import Rows, rows_of
 from hetexp.data.page_locked import PageLocked
 from hetexp.data.prefetch import is_prefetchable, prefetched
 from hetexp.data.sampler import GlobalSampler, Indices, Position
-from hetexp.data.samples import Collate, read, stacks
+from hetexp.data.samples import Collate, Explained, read, stacks
 from hetexp.data.streams.passes import Mark
 from hetexp.data.streams.stream import Held, Stream, StreamSampler
 from hetexp.torch_private import hide_loader_process
@@ -135,11 +135,21 @@ def read_ahead(
     num_workers: int = 0,
     prefetch_factor: int = PREFETCH,
     collate: Callable[[list[Any]], Any] = default_collate,
+    in_waits: bool = False,
 ) -> int:
-    """Return the most steps that the loader may have drawn beyond the current one; equal on all ranks."""
+    """Return the most steps that the loader may have drawn beyond the current one; equal on all ranks.
+
+    Args:
+        in_waits: whether a rank may take the next step's samples while it waits for its device.
+    """
     if num_workers:
         return prefetch_factor * (1 if isinstance(dataset, Stream) else num_workers)
-    return THREAD_AHEAD if _may_thread(dataset, collate) else 0
+    return THREAD_AHEAD if in_waits or _may_thread(dataset, collate) else 0
+
+
+def reads_in_waits(dataset: Dataset[Any], num_workers: int, collate: Callable[[list[Any]], Any]) -> bool:
+    """Return whether neither a process nor a thread loads the samples, so that the step's waits may."""
+    return not num_workers and not isinstance(dataset, Stream) and not _may_thread(dataset, collate)
 
 
 def _may_thread(dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> bool:
@@ -387,4 +397,9 @@ class _Microbatches(Dataset[Any]):
         return lambda indices: collate.pair(take(indices))
 
     def _collated(self, indices: Indices) -> Any:
-        return self._memory.hold(self._collate(read(self._dataset, indices.tolist())))
+        samples, memory, collate = read(self._dataset, indices.tolist()), self._memory, self._collate
+        if not memory.enabled:
+            return collate(samples)
+        if isinstance(collate, (Collate, Explained)):
+            return memory.hold(collate(samples, memory.stacked))
+        return memory.hold((memory.stacked if collate is default_collate else collate)(samples))

@@ -1,4 +1,4 @@
-"""Takes the next items of an iterator in a thread, while the step computes."""
+"""Takes the next items of an iterator while the step computes: in a thread, or in the step's own waits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import Dataset, Subset
 
 from hetexp.data.in_memory import rows_of
+from hetexp.data.streams.random_numbers import random_states
 from hetexp.data.streams.stream import Stream
 
 T = TypeVar("T")
@@ -44,6 +45,39 @@ def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
             yield item
     finally:
         ahead.stop()
+
+
+class InWaits(Generic[T]):
+    """The items of an iterator, the next of which can be taken while its consumer waits for a device.
+
+    For samples that a thread must not load, since they may draw random numbers. In the consumer's own thread
+    they draw the same ones as without `take`, if the work that is under way draws none.
+    """
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._taken: list[tuple[T | None, BaseException | None]] = []
+        self.states_before: Any = None
+        """The states of the random numbers before the item that is taken; `None` without one."""
+
+    def take(self) -> None:
+        """Take the next item, unless one is taken. An error of the iterator is raised by `next`."""
+        if self._taken:
+            return
+        self.states_before = random_states()
+        try:
+            self._taken.append((next(self._items, None), None))
+        except Exception as raised:
+            self._taken.append((None, raised))
+
+    def next(self) -> T | None:
+        """Return the next item, `None` at the end."""
+        if not self._taken:
+            return next(self._items, None)
+        (item, error), self.states_before = self._taken.pop(), None
+        if error is not None:
+            raise error
+        return item
 
 
 _END: Any = object()

@@ -86,13 +86,16 @@ class Collate:
             return self.function.length is not None
         return self.function is not collate_list and (self.stacks or None)
 
-    def __call__(self, samples: list[Any]) -> tuple[Any, Any]:
+    def __call__(self, samples: list[Any], stacked: Function | None = None) -> tuple[Any, Any]:
         """Return the batch of some samples.
+
+        Args:
+            stacked: called in place of `default_collate`, if that is the function.
 
         Raises:
             ConfigError: a shipped function cannot make a batch of them, or a key is none of theirs.
         """
-        return self.pair(_made(self.function, samples, "data.collate"))
+        return self.pair(_made(self.function, samples, "data.collate", stacked))
 
     def load(self, dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Any, Any]:
         """Return the batch of some samples of a data set, on the host."""
@@ -146,13 +149,13 @@ class Explained:
         self.function = function
         self.stacks = function is default_collate
 
-    def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of some samples.
+    def __call__(self, samples: list[Any], stacked: Function | None = None) -> Any:
+        """Return the batch of some samples; see `Collate`.
 
         Raises:
             ConfigError: a shipped function cannot make a batch of them.
         """
-        return _made(self.function, samples, "collate")
+        return _made(self.function, samples, "collate", stacked)
 
 
 def stacks(collate: Function) -> bool:
@@ -160,17 +163,18 @@ def stacks(collate: Function) -> bool:
     return collate.stacks if isinstance(collate, (Collate, Explained)) else collate is default_collate
 
 
-def _made(function: Function, samples: list[Any], key: str) -> Any:
+def _made(function: Function, samples: list[Any], key: str, stacked: Function | None = None) -> Any:
     """Return a function's batch.
 
     Args:
         key: of the function, for messages.
+        stacked: called in place of `default_collate`, if that is the function.
 
     Raises:
         ConfigError: a shipped function cannot make a batch of these samples.
     """
     try:
-        return function(samples)
+        return (stacked if stacked is not None and function is default_collate else function)(samples)
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
         if problem := _problem(function, samples, key):
             raise ConfigError(problem) from error

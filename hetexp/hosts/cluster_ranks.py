@@ -43,7 +43,8 @@ class ClusterRanks(LauncherRanks):
             name = this_host(config.cluster, config.node).name
         except ConfigError:  # `local_config` reports it
             return selection
-        selection.threads = threads_for(selection.devices, config.hardware.threads_per_rank)
+        wanted, loaders = config.hardware.threads_per_rank, config.trainer.num_workers
+        selection.threads = threads_for(selection.devices, wanted, loaders=loaders)
         selection.devices = [
             replace(device, id=f"{device.id}@{name}", host=name) for device in selection.devices
         ]

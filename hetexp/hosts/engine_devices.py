@@ -114,16 +114,17 @@ def _labels(reports: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def threads_of(plan: Plan, cores: dict[str, int], wanted: int | None) -> tuple[int, ...]:
+def threads_of(plan: Plan, cores: dict[str, int], wanted: int | None, loaders: int = 0) -> tuple[int, ...]:
     """Return the CPU threads of each rank: the wanted number, or its part of the cores of its host.
 
     Args:
         cores: of the host of each device, by the device's id.
+        loaders: `trainer.num_workers`, the loader processes of each rank.
     """
     threads: dict[str, int] = {}
     for host in {device.host for device in plan.devices}:
         devices = [device for device in plan.devices if device.host == host]
-        counts = threads_for(devices, wanted, cores[devices[0].id])
+        counts = threads_for(devices, wanted, cores[devices[0].id], loaders)
         threads |= {device.id: count for device, count in zip(devices, counts, strict=True)}
     return tuple(threads[device.id] for device in plan.devices)
 

@@ -154,7 +154,8 @@ class EngineRanks(RankSource):
         listener = bind(self.store.address, config.launch.port)
         port: int = listener.getsockname()[1]
         self._stores.append(host_store(listener))  # it ends with this object
-        threads = threads_of(plan, self._cores, config.hardware.threads_per_rank)
+        loaders = config.trainer.num_workers
+        threads = threads_of(plan, self._cores, config.hardware.threads_per_rank, loaders)
         plan = replace(plan, store_host=self.store.address, store_port=port, threads=threads)
         plan.write(run_dir / "plan.json")
         assert self._selection is not None

@@ -235,7 +235,8 @@ def choose_newcomer(spec: RunSpec, whole: Plan, name: str) -> Newcomer | list[st
         share = spec.policy.shares(devices, precisions)[-1]
     except ConfigError:  # the user's weights are for the other devices only
         share = 1 / len(devices)
-    threads = threads_for(devices, config.hardware.threads_per_rank)[-1]
+    loaders = config.trainer.num_workers
+    threads = threads_for(devices, config.hardware.threads_per_rank, loaders=loaders)[-1]
     return Newcomer(device, share, precisions[-1], threads)
 
 

@@ -162,6 +162,7 @@ class ScriptStep:
             self._normalizer.start(self.count)
         if counted:
             total = widened(loss).sum() * (counted if reduction == "mean" else 1)
+            self._outputs.clear()  # backward does not need them, and logits may be a step's largest tensors
             self._backward(total)
             self.loss_sum += total.detach().to(self.loss_sum)
         else:

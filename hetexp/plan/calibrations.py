@@ -199,6 +199,7 @@ def _work_facts(plan: Plan, config: Config) -> dict[str, Any]:
         "microbatch_size": trainer.microbatch_size,
         "activation_checkpointing": trainer.activation_checkpointing,
         "compile": trainer.compile,
+        "channels_last": trainer.channels_last,
         "detect_anomaly": config.debug.detect_anomaly,
         "hetexp": hetexp.__version__,
         "sources": source_hashes([*sections.values(), trainer.loss], plan.import_paths),

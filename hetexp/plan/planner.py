@@ -90,7 +90,7 @@ def make_plan(spec: RunSpec) -> Plan:
         route=Topology() if strategy.all_reduces() else None,
         threads=selection.threads
         if len(selection.threads) == len(devices)
-        else threads_for(devices, config.hardware.threads_per_rank),
+        else threads_for(devices, config.hardware.threads_per_rank, loaders=config.trainer.num_workers),
         choices=request.choices | ({"strategy": strategy.name} if selection.fallback else {}),
         overrides=request.overrides,
         precisions=precisions,

@@ -179,6 +179,11 @@ class Engine(ABC):
         """The ranks that together hold one model; a rank alone if each trains a model of its own."""
 
     @property
+    def reads_in_waits(self) -> bool:
+        """Whether ranks of cards read the next samples while they wait for the device; alike on all ranks."""
+        return False
+
+    @property
     def moves_samples(self) -> bool:
         """Whether a policy may move samples from rank to rank while the run trains."""
         return True

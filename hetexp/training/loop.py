@@ -17,6 +17,7 @@ from hetexp.comm.connections.disposal import release_later
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
+from hetexp.data.prefetch import InWaits
 from hetexp.hardware.backend import Backend
 from hetexp.hardware.energy import EnergyMeter
 from hetexp.optimizer.schedule import ClassSchedule
@@ -147,6 +148,7 @@ class Training:
         self.stops = False
         """Whether the user has asked for the training to end."""
         self._replicas = ReplicaCheck(state)
+        self._loads_in_waits = state.engine.reads_in_waits and not state.backend.computes_on_cpu
 
     def steps(self) -> bool:
         """Take the steps that are left; return false if the members change before the last one."""
@@ -165,8 +167,10 @@ class Training:
         if state.walks_stream:
             batches = begun_together(state, batches)
         before: LocalBatch | None = None
+        state.random_states = lambda: window.ahead and window.ahead.states_before
         for batch in window.loaded(batches):
             self.batch = batch
+            state.while_waiting = window.load_ahead if self._may_load_ahead(progress.step + 1) else None
             message.seconds, message.drawn = state.balancer.local_seconds(window.meter), batch.drawn
             if batch.last:
                 heed_end(state, progress.step, batch)
@@ -235,6 +239,16 @@ class Training:
 
     def _log_due(self, step: int) -> bool:
         return step % self.state.config.trainer.log_every == 0 or step == self.state.total_steps
+
+    def _may_load_ahead(self, step: int) -> bool:
+        """Return whether this rank loads the next samples while a step waits for its device.
+
+        No evaluation or checkpoint may follow the step: it would draw or keep other random numbers.
+        """
+        trainer = self.state.config.trainer
+        every = (trainer.eval_every, trainer.checkpoint_every)
+        follows = step == self.state.total_steps or any(count and step % count == 0 for count in every)
+        return self._loads_in_waits and not follows
 
     def _end_step(self, synchronised: bool) -> None:
         """Compare the replicas, write a line, evaluate and save, each if it is due.
@@ -353,6 +367,8 @@ class MetricsWindow:
         """Whether a warning of a skipped step was logged."""
         self.save_due = False
         """Whether a checkpoint is due by this rank's clock; after `log`, by the first rank's."""
+        self.ahead: InWaits[LocalBatch] | None = None
+        """The batches of a loop that is under way."""
 
     def restart(self) -> None:
         """Start the clock: steps follow."""
@@ -378,13 +394,21 @@ class MetricsWindow:
     def loaded(self, batches: Generator[LocalBatch, None, None]) -> Iterator[LocalBatch]:
         """Yield the batches, and count the time that a step waits for each; close them at the end."""
         with closing(batches):
+            self.ahead = InWaits(batches)
             while True:
                 started = time.perf_counter()
-                batch = next(batches, None)
+                batch = self.ahead.next()
                 if batch is None:
                     return
                 self.totals.data_seconds += time.perf_counter() - started
                 yield batch
+
+    def load_ahead(self) -> None:
+        """Load the next batch of the loop now, while the device computes."""
+        assert self.ahead is not None
+        started = time.perf_counter()
+        self.ahead.take()
+        self.totals.ahead_seconds += time.perf_counter() - started
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:

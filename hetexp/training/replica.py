@@ -18,8 +18,9 @@ from hetexp.core.call import call_model
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
 from hetexp.data.base import indexed
-from hetexp.data.loader import LocalBatch, local_batches, read_ahead
+from hetexp.data.loader import LocalBatch, local_batches, read_ahead, reads_in_waits
 from hetexp.data.sampler import Position
+from hetexp.hardware.backend import backend_class
 from hetexp.hardware.emulation.pacing import tensors
 from hetexp.training.balancer import Balancer
 from hetexp.training.compiled import compiled
@@ -80,8 +81,21 @@ class Replica(Engine):
         """Return the balancer of the plan's ranks."""
         state, trainer = self.state, self.state.config.trainer
         settings = state.policy.settings if state.policy.follows and self.moves_samples else None
-        ahead = read_ahead(state.train_data, trainer.num_workers, trainer.prefetch_factor, state.collate)
+        ahead = read_ahead(
+            state.train_data,
+            trainer.num_workers,
+            trainer.prefetch_factor,
+            state.collate,
+            self.reads_in_waits,
+        )
         return Balancer(state.plan, settings, ahead)
+
+    @property
+    def reads_in_waits(self) -> bool:
+        state = self.state
+        on_cards = any(not backend_class(device.backend).computes_on_cpu for device in state.plan.devices)
+        workers = state.config.trainer.num_workers
+        return on_cards and reads_in_waits(state.train_data, workers, state.collate)
 
     def attach_exchange(self, store: dist.Store) -> None:
         """Set up the exchange of gradients or weights; the model is wrapped already.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -109,6 +109,10 @@ class TrainState:
     """Bytes and seconds of this rank's `GradientHook` in groups before the present one."""
     survives: bool = False
     """Whether the run goes on if another rank is lost: the step that broke off is done again."""
+    while_waiting: Callable[[], None] | None = None
+    """Called in a step before it waits for the device."""
+    random_states: Callable[[], Any] = lambda: None
+    """Returns the host's random numbers at the end of the last step; `None`: they are the present ones."""
     saver: Saver = field(init=False)
     """Writes this rank's checkpoints."""
 
@@ -234,7 +238,7 @@ class TrainState:
         Args:
             device: `None`: the rank's own.
         """
-        return on_device(value, device or self.device, self.dtype)
+        return on_device(value, device or self.device, self.dtype, self.config.trainer.channels_last)
 
 
 @dataclass

@@ -12,11 +12,11 @@ from typing import Any
 
 from benchlib.runs import planned, start_in, start_ranks
 
-from ddp_bench.task import LEARNING_RATE, Task, data_of, words_of
+from ddp_bench.task import LEARNING_RATE, TASKS, Task, words_of
 from ddp_bench.watch import Watch, rows_of
 from hetexp.hardware.backend import environment_together
 
-PLAIN = Path(__file__).resolve().parent.parent / "rivals" / "plain_torch.py"
+PLAIN = Path(__file__).resolve().parent.parent / "models_bench" / "loops.py"
 
 
 @dataclass(frozen=True)
@@ -91,20 +91,22 @@ def plain(folder: Path, job: Job) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(dir=folder))
     devices = planned(job.words())[0].devices
     on_card = devices[0].backend == "cuda"
-    command = [
-        str(PLAIN),
-        f"--folder={folder}",
-        f"--kind={job.task.model_name}",
-        f"--model={json.dumps(job.task.model())}",
-        f"--data={json.dumps(data_of(job.task, job.global_batch_size, job.all_steps))}",
-        f"--local-batch-size={job.local_batch_size}",
-        f"--steps={job.all_steps}",
-        f"--log-every={job.log_every}",
-        f"--learning-rate={LEARNING_RATE}",
-        f"--precision={job.precision}",
-        f"--device={'cuda' if on_card else 'cpu'}",
-        f"--workers={2 if on_card else 0}",
-    ]
+    described = {
+        "model": job.task.model_name,
+        "tiny": job.task == TASKS[job.task.model_name][True],
+        "on_card": on_card,
+        "num_cards": len(devices),
+        "world_size": len(devices),
+        "local_batch": job.local_batch_size,
+        "workers": 2 if on_card else 0,
+        "compiled": False,
+        "precision": job.precision,
+        "steps": job.all_steps,
+        "log_every": job.log_every,
+        "folder": str(folder),
+        "learning_rate": LEARNING_RATE,
+    }
+    command = [str(PLAIN), "plain", json.dumps(described)]
     with Watch(folder / "metrics.jsonl", devices) as watch:
         start_ranks(command, len(devices), {}, environment_together(devices) if on_card else None)
     rows = rows_of(folder / "metrics.jsonl")

@@ -86,8 +86,8 @@ class HardwareConfig(Section):
     """What to do if a vendor of the mix is absent. `auto` emulates the mix only if all of its vendors are
     absent. `emulate` adds the absent ones beside the real cards. `emulate_all` emulates the whole mix."""
     threads_per_rank: PositiveInt | None = None
-    """CPU threads of each rank; `null`: all ranks share the host's cores, a card's rank takes at most
-    four."""
+    """CPU threads of each rank; `null`: all ranks share the host's cores, a card's rank takes at most four
+    of those that its loader processes leave."""
     time_scale: PositiveFloat | None = None
     """Real seconds of one emulated second; `null`: the fewest that this machine can keep."""
     efficiency: Annotated[float, Field(gt=0, le=1)] | None = None

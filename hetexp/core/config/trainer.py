@@ -64,6 +64,9 @@ class TrainerConfig(Section):
         False
     )
     """Whether `torch.compile` compiles the model, or its mode."""
+    channels_last: bool = False
+    """Whether images `[batch, channels, height, width]` lie with their channels last on the device, in which
+    cards convolve quicker in half precision."""
     precision: Annotated[
         Literal["auto", "auto_common", "float32", "bfloat16", "float16", "float64"],
         BeforeValidator(long_name),

@@ -121,23 +121,24 @@ def _altered(device: DeviceSpec, key: str, entry: DeviceEntry, selection: Select
 
 
 def threads_for(
-    devices: Sequence[DeviceSpec], wanted: int | None, cores: int | None = None
+    devices: Sequence[DeviceSpec], wanted: int | None, cores: int | None = None, loaders: int = 0
 ) -> tuple[int, ...]:
     """Return the CPU threads of each rank of one host.
 
-    All ranks share the host's cores. A card's rank takes at most `CARD_THREADS` of them, and the ranks that
-    compute on the CPU share the rest.
+    All ranks share the host's cores. A card's rank takes at most `CARD_THREADS` of those that its loader
+    processes leave, and the ranks that compute on the CPU share the rest.
 
     Args:
         devices: all devices of the host, one a rank.
         wanted: `hardware.threads_per_rank`, the threads of each rank; `None`: as above.
         cores: cores of the host; by default those that this process may use.
+        loaders: `trainer.num_workers`, the loader processes of each rank.
     """
     if wanted is not None:
         return (wanted,) * len(devices)
     cores = cpu_count() if cores is None else cores
     on_cpu = [backend_class(device.backend).computes_on_cpu for device in devices]
-    card = max(1, min(CARD_THREADS, cores // max(len(devices), 1)))
+    card = max(1, min(CARD_THREADS, cores // max(len(devices), 1) - loaders))
     left = cores - card * on_cpu.count(False)
     return tuple(max(1, left // on_cpu.count(True)) if computes else card for computes in on_cpu)
 

@@ -241,6 +241,8 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
     console.print(table)
     if summary["efficiency"] is not None:
         _show_efficiency(summary, console)
+    if summary["loading"]["workers"] is not None:
+        _show_loading(summary, console)
     final = summary["final"]
     parts = [f"{summary['steps']} steps, {summary['samples']:,} samples in {summary['wall_s']:.1f} s"]
     parts.append(f"train loss {format_number(final['train_loss'], '.4f')}")
@@ -284,6 +286,18 @@ def show_merge(merge: dict[str, Any], console: Console) -> None:
     if merge["worse_than_best_parent"]:
         text = "The merged model is worse than its best parent, which is kept, too."
         console.print(text, style="yellow", highlight=False)
+
+
+def _show_loading(summary: dict[str, Any], console: Console) -> None:
+    """Print how long steps waited for samples, and the number of processes that would load them in time."""
+    loading, step = summary["loading"], summary["measured_step_s"]
+    key = "num_workers" if summary["data"] is None else "trainer.num_workers"  # a script has it in setup
+    console.print(
+        f"Steps waited for samples {loading['wait_s'] / step:.0%} of their time: one process loads a step's "
+        f"samples in {loading['load_s']:.3g} s. Set {key}={loading['workers']} if cores are free.",
+        style="yellow",
+        highlight=False,
+    )
 
 
 def _show_efficiency(summary: dict[str, Any], console: Console) -> None:

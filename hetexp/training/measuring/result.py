@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +15,18 @@ from hetexp.core.cost.step import Work, step_seconds
 from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
-from hetexp.core.summary import blank_summary
+from hetexp.core.summary import LOADING_MATTERS, blank_summary
+from hetexp.data.loader import reads_in_waits
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.emulation.emulated import OUTRUN_TOLERANCE
 from hetexp.hardware.links import links_of
 from hetexp.training.group import versions
 from hetexp.training.loop import Outcome, driven_backends
+from hetexp.training.measuring.timer import Totals
 from hetexp.training.state import TrainState
+
+SHORTEST_WAIT_SECONDS = 1e-3
+"""Of a step. To save a shorter wait, processes that hand samples over cost too much themselves."""
 
 
 def report(state: TrainState, store: dist.Store, outcome: Outcome, wall_seconds: float) -> dict[str, Any]:
@@ -63,8 +69,37 @@ def report(state: TrainState, store: dist.Store, outcome: Outcome, wall_seconds:
         joules = rank["joules"][place if several else 0]
         source = backend_class(device["backend"]).energy_source if joules is not None else None
         device |= {"energy_j": joules, "energy_source": source}
+    loading = [rank["loading"] for rank in ranks if rank["loading"] is not None]
+    if loading:
+        summary["loading"] = max(loading, key=lambda rank: float(rank["wait_s"]))
     state.engine.summarise(summary, totals, ranks)
     return summary
+
+
+def loading_of(state: TrainState, totals: Totals) -> dict[str, Any] | None:
+    """Return what loading costs a rank: seconds of a step, and the processes that would keep up.
+
+    Processes or a thread that a step waits for are always busy: so long does its load take them.
+
+    Args:
+        totals: without the warm-up.
+
+    Returns:
+        `wait_s`, `load_s` in a single process, and `workers`: `trainer.num_workers` with which no step would
+        wait, `None` if steps hardly wait, or if more processes would not help. `None` without steps.
+    """
+    if not totals.steps:
+        return None
+    step, wait = totals.train_seconds / totals.steps, totals.data_seconds / totals.steps
+    workers = state.config.trainer.num_workers
+    if reads_in_waits(state.train_data, workers, state.collate):
+        load = wait + totals.ahead_seconds / totals.steps
+    else:
+        load = step * max(workers, 1)
+    if wait < max(LOADING_MATTERS * step, SHORTEST_WAIT_SECONDS) or (state.walks_stream and workers):
+        return {"wait_s": wait, "load_s": None, "workers": None}
+    needed = 1 if state.walks_stream else math.ceil(round(load / max(step - wait, wait / 100), 2))
+    return {"wait_s": wait, "load_s": load, "workers": max(needed, workers + 1)}
 
 
 def _device_of_several(plan: Plan, facts: dict[str, Any], place: int) -> dict[str, Any]:
@@ -147,6 +182,7 @@ def _local_report(state: TrainState, outcome: Outcome) -> dict[str, Any]:
             # The update, and what the host does between two steps.
             "rest": steady.train_seconds - steady.compute_seconds - steady.wait_seconds - steady.data_seconds,
         },
+        "loading": loading_of(state, steady),
         "sent": state.engine.sent_bytes(totals.steps),
         "exchanged": seconds / totals.steps if seconds is not None and totals.steps else None,
         "joules": outcome.energy.joules()

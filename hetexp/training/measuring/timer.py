@@ -128,6 +128,8 @@ class Totals:
     wait_seconds: float = 0.0
     data_seconds: float = 0.0
     """Time of waiting for samples to be loaded."""
+    ahead_seconds: float = 0.0
+    """Time of loading samples while a step waited for the device."""
     local_samples: int = 0
     global_samples: int = 0
     steps: int = 0

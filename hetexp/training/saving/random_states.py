@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hetexp.comm.communicator import Communicator
 from hetexp.core.device import DeviceSpec
+from hetexp.data.streams.random_numbers import random_states as host_states
 from hetexp.hardware.backend import ACCELERATORS
 
 if TYPE_CHECKING:
@@ -66,13 +67,13 @@ def random_files(state: TrainState) -> dict[str, bytes]:
 
 def local_states(state: TrainState) -> tuple[dict[str, Tensor], Origin]:
     """Return the states of this process and of the cards that it drives, and their origin."""
-    version, words, second = random.getstate()
-    legacy: Any = np.random.get_state(legacy=False)
+    (version, words, second), legacy, host = state.random_states() or host_states()
+    _, key, position, has_gauss, gauss = legacy
     cards = state.backend.random_states()
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
-        "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
-        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(key.astype(np.int64)),
+        "torch": host,
         **{f"card_{place}": value for place, value in enumerate(cards)},
     }
     spec = state.plan.devices[state.rank]
@@ -80,7 +81,7 @@ def local_states(state: TrainState) -> tuple[dict[str, Tensor], Origin]:
         device=spec.id,
         kind=_kind(spec.backend),
         python=(version, second),
-        numpy=(int(legacy["state"]["pos"]), int(legacy["has_gauss"]), float(legacy["gauss"])),
+        numpy=(int(position), int(has_gauss), float(gauss)),
         num_cards=len(cards),
     )
     return states, origin

@@ -6,10 +6,12 @@ import logging
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
-from hetexp.data.page_locked import PageLocked
+from hetexp.data.page_locked import PageLocked, on_device
 from hetexp.hardware.backend import backend_class
 
 Pair = namedtuple("Pair", "inputs targets")
@@ -78,3 +80,36 @@ def test_a_system_without_room_for_it_is_told_of_once(
         assert memory.empty((2,), torch.float64).shape == (2,)
     (record,) = caplog.records
     assert record.message.endswith("now wait: CUDA error: out of memory")
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [(torch.arange(6.0).reshape(2, 3) + i, i) for i in range(3)],
+        [{"a": torch.tensor(i), "b": [torch.ones(2) * i, np.full(3, i)]} for i in range(2)],
+        [torch.ones(2, dtype=torch.float32), torch.ones(2, dtype=torch.float64)],
+        [torch.ones(2, requires_grad=True), torch.ones(2)],
+    ],
+)
+def test_samples_stack_as_default_collate_does(samples: list[Any]) -> None:
+    expected, stacked = default_collate(samples), PageLocked(False).stacked(samples)
+    torch.testing.assert_close(stacked, expected, rtol=0, atol=0)
+
+
+def test_samples_of_several_shapes_are_refused_as_by_default_collate() -> None:
+    with pytest.raises(RuntimeError, match="equal size"):
+        PageLocked(False).stacked([torch.ones(2), torch.ones(3)])
+
+
+def test_images_alone_lie_with_their_channels_last() -> None:
+    batch = {
+        "image": torch.randn(2, 3, 4, 5),
+        "row": torch.ones(2, 3),
+        "labels": torch.ones(2, 3, 4, 5).long(),
+    }
+    moved = on_device(batch, torch.device("cpu"), torch.float32, channels_last=True)
+    assert moved["image"].is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(moved[name], value) for name, value in batch.items())
+    assert moved["row"].is_contiguous()
+    assert moved["labels"].is_contiguous()
+    assert on_device(batch, torch.device("cpu"), torch.float32)["image"].is_contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -332,3 +333,27 @@ def test_a_script_names_a_shipped_collate_function(tmp_path: Path) -> None:
         assert inputs.shape == targets.shape == (6, 3)
         assert int((targets == -100).sum()) == 6
         run.backward(run.model(inputs).sum(), count=(targets != -100).sum())
+
+
+def test_backward_finds_the_model_s_outputs_freed(tmp_path: Path) -> None:
+    class WithLogits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.layer(inputs)
+            self.logits = weakref.ref(logits)
+            return {"logits": logits, "loss": logits.sum()}
+
+    model = WithLogits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(8, 3))
+    run = hetexp.setup(model, optimizer, data, global_batch_size=4, run_dir=tmp_path / "run")
+    alive = []
+    model.layer.bias.register_hook(lambda _: alive.append(model.logits() is not None))
+    for (inputs,) in run.batches():
+        run.backward(run.model(inputs)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert alive == [False, False]

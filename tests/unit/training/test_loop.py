@@ -23,6 +23,7 @@ from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.step_message import StepMessage
 from hetexp.core.split import Split
 from hetexp.data.loader import LocalBatch, chop, cut
+from hetexp.data.prefetch import InWaits
 from hetexp.data.sampler import Position
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.strategy.independent import Independent
@@ -36,6 +37,7 @@ from hetexp.training.loss import CrossEntropy
 from hetexp.training.measuring.timer import StepTimer
 from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.saving import save as saving
+from hetexp.training.saving.random_states import local_states
 from hetexp.training.state import Progress, TrainState
 
 MakeState = Callable[..., TrainState]
@@ -815,3 +817,49 @@ def test_no_thread_outlives_a_training_that_ends_early(make_state: MakeState) ->
         train(state, progress)
     assert 0 <= progress.step < 3  # in the first epoch, in the step that asks for it
     assert loaders() == []
+
+
+class Drawing(OneByOne):
+    """Adds noise to its samples, and counts how many were read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        inputs, targets = super().__getitem__(index)
+        return inputs + torch.rand(3), targets
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+def test_a_card_s_rank_reads_the_next_samples_in_its_wait_and_changes_no_bit(
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch, on_card: bool
+) -> None:
+    weights, reads = [], []
+    for waits in (False, on_card):
+        monkeypatch.setattr(CpuBackend, "computes_on_cpu", not waits)
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.Linear(6, 4))
+        data: Any = Drawing(TensorDataset(*batch_of(32)))
+        trainer = {"global_batch_size": 8, "max_steps": 4, "log_every": 1}
+        state = make_state(SoloCommunicator(), train=data, model=model, **trainer)
+        state.optimizer.register_step_post_hook(lambda *_, data=data: reads.append(data.reads))
+        train(state, Progress())
+        weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]).tolist())
+    assert weights[0] == weights[1]
+    assert reads[:4] == [8, 16, 24, 32]
+    # The step before the last checkpoint reads nothing ahead: it follows with the present random numbers.
+    assert reads[4:] == ([16, 24, 32, 32] if on_card else reads[:4])
+
+
+def test_a_checkpoint_has_the_random_numbers_before_samples_that_were_read_ahead(
+    make_state: MakeState,
+) -> None:
+    state = make_state(SoloCommunicator())
+    ahead = InWaits(iter([torch.rand(2) for _ in range(1)] for _ in range(2)))
+    state.random_states = lambda: ahead.states_before
+    before = local_states(state)[0]["torch"]
+    ahead.take()
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(local_states(state)[0]["torch"], before)
+    assert ahead.next() is not None
+    assert torch.equal(local_states(state)[0]["torch"], torch.get_rng_state())

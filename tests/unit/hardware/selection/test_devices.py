@@ -544,3 +544,11 @@ def test_all_ranks_share_the_cores_and_a_cards_rank_takes_few(
     monkeypatch.setattr(module, "cpu_count", lambda: cores)
     devices = select(names, [NVIDIA, NVIDIA_2]).devices
     assert threads_for(devices, None) == threads
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(16, (4, 4)), (12, (2, 2)), (4, (1, 1))])
+def test_loader_processes_take_cores_from_a_cards_rank(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(module, "cpu_count", lambda: cores)
+    assert threads_for(select(["cuda:0", "cuda:1"], [NVIDIA, NVIDIA_2]).devices, None, loaders=4) == threads
