@@ -3,8 +3,9 @@
     python scripts/bench_exchange.py [--device cuda] [--ranks 2,3,4] [--json exchange.json]
 
 All ways take turns within one run, on the same tensors. A time is from all ranks' being ready to the last
-rank's having the result on its device. Ranks share the cards that are there, one after another. Each result
-is compared bit by bit between ranks, and with a sum in float64.
+rank's having the result on its device. Of a small tensor it is a part of a row of sums, one after another:
+ranks leave a barrier at moments that differ by more than such a sum takes. Ranks share the cards that are
+there, one after another. Each result is compared bit by bit between ranks, and with a sum in float64.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from hetexp.comm.exchange import Exchange, GroupExchange
 from hetexp.comm.shared_memory import exchange as shared_memory
 from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
 
-SIZES = tuple(2**n for n in range(16, 29))
-"""64 KiB to 256 MiB."""
+SIZES = (*(2**n for n in range(6, 16, 2)), *(2**n for n in range(16, 29)))
+"""64 B to 256 MiB."""
+SMALL_BYTES, IN_A_ROW = 2**16, 20
+"""Tensors up to this size are summed so many times in a row. Sums of four ranks then stay finite."""
 ROUNDING = 2.0**-23
 """Of float32: what two numbers that are added may be off by, relative to the sum of their magnitudes."""
 
@@ -102,7 +105,7 @@ def rank_main(rank: int, kinds: tuple[str, ...], port: int, arguments: argparse.
     }
     if all(kind == "cuda" for kind in kinds) and torch.cuda.device_count() >= size:
         ways["native"] = GroupExchange(dist.new_group(backend="nccl"))
-    for num_bytes in (1024 * size for size in arguments.sizes_kib):
+    for num_bytes in arguments.sizes:
         row = one_size(num_bytes, rank, device, ways, arguments.seconds)
         if pipe is not None:
             pipe.send({"kinds": kinds, "bytes": num_bytes, **row})
@@ -138,7 +141,7 @@ def one_size(
     del true, spread
     given, tensor = own.to(device), own.to(device, copy=True)
     took: dict[str, list[float]] = {name: [] for name in ways}
-    began, repetitions = time.perf_counter(), 0
+    began, repetitions, in_a_row = time.perf_counter(), 0, IN_A_ROW if num_bytes <= SMALL_BYTES else 1
     go_on = True
     while go_on:
         for name, way in ways.items():
@@ -146,9 +149,10 @@ def one_size(
             settle()
             dist.barrier()
             start = time.perf_counter()
-            way.sum_(tensor)
+            for _ in range(in_a_row):
+                way.sum_(tensor)
             settle()
-            took[name].append(time.perf_counter() - start)
+            took[name].append((time.perf_counter() - start) / in_a_row)
         repetitions += 1
         enough = repetitions >= 5 and time.perf_counter() - began > seconds_a_way * len(ways)
         decision = torch.tensor([int(enough)])
@@ -170,12 +174,20 @@ def table(rows: list[dict[str, Any]]) -> str:
     cells = []
     for row in rows:
         size, seconds = row["bytes"], row["seconds"]
-        line = [f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"]
+        line = [shown(size)]
         for name in names:
-            line += [f"{seconds[name] * 1e3:.3f}", f"{size / 2**30 / seconds[name]:.2f}"]
+            line += [f"{seconds[name] * 1e3:.4g}", f"{size / 2**30 / seconds[name]:.2f}"]
         line += [f"{seconds['gloo'] / seconds[name]:.2f}×" for name in others]
         cells.append([*line, ", ".join(row["wrong"])])
     return tables.table([*head, *(f"{name}, × gloo" for name in others), "wrong"], cells)
+
+
+def shown(num_bytes: int) -> str:
+    """Return a size in its largest unit."""
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes // size} {unit}"
+    return f"{num_bytes} B"
 
 
 def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
@@ -183,7 +195,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda", "mixed"), default="cpu")
     parser.add_argument("--ranks", type=numbers, default=[2, 3, 4])
-    parser.add_argument("--sizes-kib", type=numbers, default=[size // 1024 for size in SIZES])
+    parser.add_argument("--sizes", type=numbers, default=list(SIZES), help="bytes of a tensor, with commas")
     parser.add_argument("--seconds", type=float, default=1.5, help="that each way is measured at each size")
     parser.add_argument("--chunk-kib", type=int, help="chunk of the exchange through shared memory")
     parser.add_argument("--json", type=Path, help="where to put the figures")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Literal, Protocol
@@ -12,7 +14,9 @@ import torch.distributed as dist
 
 from hetexp.comm.connections.pulse import Pulse
 from hetexp.comm.connections.sockets import remembered, shut_all
-from hetexp.core.errors import PeerLostError
+from hetexp.core.errors import PeerLostError, SetupError
+
+log = logging.getLogger(__name__)
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -21,6 +25,9 @@ _HOST_TYPES = ("cpu", "cuda")
 MOST_ASIDE_BYTES = 1 << 16
 """Largest host tensor that is reduced on a separate stream, through pinned memory."""
 
+_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch's name for it since 2.13, which deprecates the other."""
+
 
 class Pending(Protocol):
     """A collective under way."""
@@ -28,6 +35,23 @@ class Pending(Protocol):
     def wait(self) -> torch.Tensor:
         """Return the result, on the device of the original tensor."""
         ...
+
+
+class RowExchange(Protocol):
+    """Exchanges small tensors of the host between ranks that are all on it."""
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return every rank's row [length] as one tensor [ranks, length]."""
+        ...
+
+    def abandon(self) -> None:
+        """Let ranks that wait for this rank fail."""
+
+    def close(self) -> None:
+        """Free the memory."""
 
 
 class Communicator(ABC):
@@ -41,6 +65,10 @@ class Communicator(ABC):
     def duplicate(self) -> Communicator:
         """Return a communicator of the same ranks with its own order of collectives; all ranks call it."""
         return self
+
+    def duplicate_for_rows(self) -> Communicator:
+        """Return a duplicate for many small sums and rows (`all_reduce_`, `all_gather_rows`)."""
+        return self.duplicate()
 
     @abstractmethod
     def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
@@ -75,6 +103,26 @@ class Communicator(ABC):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Reduce over all ranks and return the result on the tensor's own device."""
         return self.all_reduce_async(tensor, op).wait()
+
+    def all_reduce_(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over all ranks.
+
+        On a device of a vendor's library, the sum is only queued: later work on the current stream sees it.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+        tensor.copy_(self.all_reduce(tensor))
+
+    def all_gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return every rank's row [length] as one tensor [ranks, length] on the row's own device.
+
+        On a device of a vendor's library, the rows are only queued, as in `all_reduce_`.
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+        return torch.stack(self.all_gather(row))
 
     def meet(self) -> None:
         """Return once every rank has called it, without a time limit for ranks that send heartbeats.
@@ -139,6 +187,11 @@ class ProcessGroupCommunicator(Communicator):
 
     def __init__(self, device: torch.device, pulse: Pulse, group: dist.ProcessGroup | None = None) -> None:
         self._pulse, self._group = pulse, group
+        self.form_rows: Callable[[str], RowExchange] | None = None
+        """Forms an exchange of small host tensors under a new name; all ranks call it."""
+        self._rows: RowExchange | None = None
+        self._formed_rows: list[RowExchange] = []
+        """Those of this communicator's duplicates, which are left with it."""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         native = dist.get_backend(group) != "gloo"
@@ -151,6 +204,19 @@ class ProcessGroupCommunicator(Communicator):
         with remembered():
             group = dist.new_group(backend=dist.get_backend(), timeout=limit)
         return ProcessGroupCommunicator(self._own_device, self._pulse, group)
+
+    def duplicate_for_rows(self) -> Communicator:
+        if self.form_rows is None:
+            return self.duplicate()
+        try:
+            rows = self.form_rows(f"rows{len(self._formed_rows)}")
+        except SetupError as error:  # raised on all ranks
+            log.warning("Small tensors travel by %s: %s", dist.get_backend(self._group), error)
+            return self.duplicate()
+        other = ProcessGroupCommunicator(self._own_device, self._pulse, self._group)
+        other._rows = rows
+        self._formed_rows.append(rows)
+        return other
 
     def all_reduce_async(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         if self._aside is not None and tensor.device.type == "cpu" and tensor.nbytes <= MOST_ASIDE_BYTES:
@@ -189,6 +255,36 @@ class ProcessGroupCommunicator(Communicator):
             raise peer_lost(error) from error
         return [part.to(tensor.device) for part in gathered]
 
+    def all_reduce_(self, tensor: torch.Tensor) -> None:
+        if self._rows is not None:
+            host = tensor.to("cpu")
+            self._rows.sum_(host)
+            if host is not tensor:
+                tensor.copy_(host)
+            return None
+        if tensor.device.type != self.device.type:
+            return super().all_reduce_(tensor)
+        try:
+            dist.all_reduce(tensor, group=self._group)
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        return None
+
+    def all_gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        if self._rows is not None:
+            return self._rows.gather_rows(row.to("cpu")).to(row.device)
+        if row.device.type != self.device.type:
+            return super().all_gather_rows(row)
+        rows = row.new_empty(self.world_size, len(row))
+        try:
+            if self.device.type == "cpu":
+                dist.all_gather(list(rows), row, group=self._group)
+            else:
+                _gather_into(rows.view(-1), row, group=self._group)
+        except RuntimeError as error:
+            raise peer_lost(error) from error
+        return rows
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         staged = stage(tensor, self.device)
         try:
@@ -211,10 +307,15 @@ class ProcessGroupCommunicator(Communicator):
 
     def abandon(self) -> None:
         shut_all()
+        for rows in self._formed_rows:
+            rows.abandon()
         self.close()
 
     def close(self) -> None:
         self._group = None
+        for rows in self._formed_rows:
+            rows.close()
+        self._formed_rows.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
 

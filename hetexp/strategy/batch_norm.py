@@ -1,9 +1,13 @@
 """BatchNorm over the whole batch, however unequal the ranks' parts of it.
 
-torch's `SyncBatchNorm` refuses tensors of the CPU. Here every rank sends count, mean and sum of squared
-deviations of its samples; all combine them alike (Chan, Golub and LeVeque 1979) and normalise by the result.
-Backward adds up the two sums that the gradient depends on. So statistics, gradients and running statistics
-are those of one device with all samples, and the same on every rank.
+torch's `SyncBatchNorm` refuses tensors of the CPU. Here every rank sends count, mean and variance of its
+samples; all combine them alike (Chan, Golub and LeVeque 1979) and normalise by the result. Backward adds up
+the two sums that the gradient depends on. So statistics, gradients and running statistics are those of one
+device with all samples, and the same on every rank.
+
+If a vendor's library joins all ranks, the devices exchange these numbers themselves: one gather in forward,
+one sum in backward. torch's fused kernels combine them, and the host waits for no device. Otherwise the
+numbers travel through the host, which combines them in float64.
 
 A rank without samples has no forward pass, but the others wait for it at each layer. It repeats the calls
 that one pass over a few samples made (`SynchronisedNorms.record`), and in backward the order of layers and
@@ -15,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +28,17 @@ from torch import nn
 from hetexp.comm.communicator import Communicator, SoloCommunicator
 from hetexp.comm.empty_share import zero_with_gradient
 from hetexp.comm.forms import sparse_parameters
-from hetexp.strategy.batch_norm_layer import (
+from hetexp.strategy.batch_norm_kernels import (
     Statistics,
-    SynchronisedBatchNorm,
-    dims,
-    synchronised_class,
-    wide,
+    combined,
+    combined_on_host,
+    count_of,
+    device_row,
+    host_row,
+    is_fused,
     wide_type,
 )
+from hetexp.strategy.batch_norm_layer import SynchronisedBatchNorm, synchronised_class
 from hetexp.torch_private import BatchNormBase as _BatchNorm
 from hetexp.training.measuring.trial_pass import try_out, undisturbed
 
@@ -65,6 +73,8 @@ class SynchronisedNorms:
         leaves_unused: bool = False,
     ) -> None:
         self._communicator, self._waiting = communicator, waiting
+        self._on_device = is_fused(communicator.device)
+        """Whether the devices exchange by themselves."""
         self._leaves_unused = leaves_unused
         layers = batch_norms(model)
         self.names, self.layers = list(layers), list(layers.values())
@@ -139,8 +149,12 @@ class SynchronisedNorms:
             A zero whose backward takes part in the other ranks', and gives parameters a zero.
         """
         assert self._record is not None, "record() comes first"
-        for index in self._record.forward:
-            self.statistics(index, None)
+        for call in self._record.forward:
+            self.num_calls += 1
+            if self._on_device:
+                self._exchange_on_device(call, None, None)
+            else:
+                self._exchange_on_host(call, None, None)
         first, sparse = next(self._model.parameters()), sparse_parameters(self._model)
         zero = torch.zeros((), dtype=first.dtype.to_real(), device=first.device, requires_grad=True)
         used = {id(event) for event in self._record.backward}
@@ -159,94 +173,140 @@ class SynchronisedNorms:
         zero: Tensor = _Absent.apply(before, self, index)  # type: ignore[no-untyped-call]
         return zero
 
-    def statistics(self, index: int, values: Tensor | None, momentum: float | None = None) -> Statistics:
+    def statistics(self, index: int, values: Tensor, eps: float, momentum: float | None = None) -> Statistics:
         """Return the statistics of all ranks' values, and update the layer's running statistics.
 
         Args:
             index: place of the layer.
-            values: this rank's, [batch, channels, …]; `None`: it has none.
+            values: this rank's, [batch, channels, …].
+            eps: that is added to the variance.
             momentum: of the running statistics, if the layer's own forward has counted the batch.
 
         Raises:
             ValueError: all ranks together have a single value a channel; the same on each of them.
             RuntimeError: the ranks are at different layers.
         """
-        home, layer = self._communicator.device, self.layers[index]
         self.num_calls += 1
-        world, rank = self._communicator.world_size, self._communicator.rank
-        gathered = torch.zeros(world, 2 + 2 * layer.num_features, dtype=torch.float64, device=home)
-        gathered[rank, 0] = index
-        count = 0
-        if values is not None:
-            count = values.numel() // values.shape[1]
-            if count:
-                variance, mean = torch.var_mean(wide(values.detach()), dims(values), correction=0)
-                gathered[rank, 1] = count
-                gathered[rank, 2:] = torch.cat([mean, variance * count]).to(home)
+        one_each = count_of(values) <= len(values)
+        call = _Call(index, values.shape[1], eps, wide_type(values.dtype), values.device, one_each)
         if self._recording:
             assert self._record is not None
-            self._record.forward.append(index)
-            gathered = gathered[rank : rank + 1]
+            self._record.forward.append(call)
+            self._record.calls[index] = call
+        with torch.no_grad():
+            exchange = self._exchange_on_device if self._on_device else self._exchange_on_host
+            return exchange(call, values.detach(), momentum)
+
+    def _exchange_on_device(self, call: _Call, values: Tensor | None, momentum: float | None) -> Statistics:
+        """Return the statistics of all ranks' values; the host waits for no device."""
+        home, layer = self._communicator.device, self.layers[call.index]
+        row = device_row(values, call.channels, call.eps, call.dtype, home)
+        running: list[Tensor | None] = [None, None]
+        if self._recording:
+            gathered = row.unsqueeze(0)
         else:
             with self._waiting():
-                gathered = self._communicator.all_reduce(gathered)
-            self._check_order(gathered[:, 0])
-        counts, means, squares = gathered[:, 1:2], *gathered[:, 2:].chunk(2, dim=1)
-        total = counts.sum()
-        mean = (counts * means).sum(0) / total
-        squares = (squares + counts * (means - mean) ** 2).sum(0)
-        if count <= 1 and not self._recording and float(total) <= 1:
-            raise ValueError(
-                f"{self.names[index]} normalises over the batch and needs more than one value a channel, but "
-                f"all ranks together have {int(total)}. Set trainer.drop_last=true, or a larger batch."
-            )
+                gathered = self._communicator.all_gather_rows(row)
+            running = [layer.running_mean, layer.running_var]
+        counts = gathered[:, -1]
+        # Only a rank that may have too little waits for the others' counts.
+        if not self._recording and (call.one_each if values is None else count_of(values) <= 1):
+            self._check_count(call.index, float(counts.sum()))
+        factor = 0.0 if running[0] is None else _momentum(layer, momentum)
+        mean, invstd = combined(gathered, running, factor, call.eps)
+        return Statistics(mean.to(call.device), invstd.to(call.device), counts.to(call.device, torch.int32))
+
+    def _exchange_on_host(self, call: _Call, values: Tensor | None, momentum: float | None) -> Statistics:
+        """Return the statistics of all ranks' values, which the host combines."""
+        row = host_row(values, call.index, call.channels, call.dtype)
+        if self._recording:
+            gathered = row.unsqueeze(0)
+        else:
+            with self._waiting():
+                gathered = self._communicator.all_gather_rows(row)
+        heads = gathered[:, :2].tolist()
+        total = sum(count for _, count in heads)
         if not self._recording:
-            _follow(layer, mean, squares / (total - 1), momentum)
-        dtype = wide_type(values.dtype) if values is not None else mean.dtype
-        device = values.device if values is not None else home
-        return Statistics(*(t.to(device, dtype) for t in (total, mean, squares / total)))
+            self._check_order([int(index) for index, _ in heads])
+            self._check_count(call.index, total)
+        mean, invstd, variance = (
+            combined_on_host(gathered, total, call.eps).to(call.device, call.dtype).chunk(3)
+        )
+        if not self._recording:
+            _follow(self.layers[call.index], mean, variance, total, momentum)
+        return Statistics(mean, invstd, variance=variance, total=total)
 
     def add_up(self, layer_index: int, sums: Tensor | None) -> Tensor | None:
         """Return the sum over the ranks of backward's sums; `None` on a rank without samples.
 
         Args:
-            sums: two numbers a channel, [2, channels]; `None`: this rank has no samples.
+            sums: two numbers a channel, [2 × channels]; `None`: this rank has no samples.
         """
         if self._recording:
             assert self._record is not None
             self._record.backward.append(layer_index)
             return sums
         home = self._communicator.device
-        size = 2 * self.layers[layer_index].num_features
-        gathered = torch.zeros(1 + size, dtype=torch.float64, device=home)
-        gathered[0] = layer_index
-        if sums is not None:
-            gathered[1:] = sums.flatten().to(home)
-        with self._waiting():
-            gathered = self._communicator.all_reduce(gathered)
         if sums is None:
-            return None
-        return gathered[1:].reshape(2, -1).to(sums.device, sums.dtype)
+            assert self._record is not None
+            call = self._record.calls[layer_index]
+            total = torch.zeros(2 * call.channels, dtype=call.dtype, device=home)
+        else:
+            total = sums.to(home)
+        with self._waiting():
+            self._communicator.all_reduce_(total)
+        return None if sums is None else total.to(sums.device)
 
-    def _check_order(self, indices: Tensor) -> None:
-        """Check that all ranks are at one layer; not on an accelerator, which would have to be waited for."""
-        if indices.device.type != "cpu":
-            return
-        names = [self.names[int(index)] for index in indices]
-        if len(set(names)) > 1:
-            places = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(names))
+    def _check_count(self, index: int, total: float) -> None:
+        """Check that all ranks together have more than one value a channel.
+
+        Raises:
+            ValueError: they have not.
+        """
+        if total < 1.5:
+            raise ValueError(
+                f"{self.names[index]} normalises over the batch and needs more than one value a channel, but "
+                f"all ranks together have {int(total)}. Set trainer.drop_last=true, or a larger batch."
+            )
+
+    def _check_order(self, indices: list[int]) -> None:
+        """Check that all ranks are at one layer.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        if len(set(indices)) > 1:
+            places = ", ".join(f"{self.names[index]} on rank {rank}" for rank, index in enumerate(indices))
             raise RuntimeError(
                 f"the ranks have come to different BatchNorm layers: {places}. If a model's layers depend on "
                 "the samples, `strategy.sync_batch_norm` must be false."
             )
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One call of a layer."""
+
+    index: int
+    """Place of the layer."""
+    channels: int
+    eps: float
+    dtype: torch.dtype
+    """Of the statistics."""
+    device: torch.device
+    """Of the values."""
+    one_each: bool
+    """Whether a sample has one value a channel."""
+
+
 class _Record:
     """The order of one pass's exchanges."""
 
     def __init__(self) -> None:
-        self.forward: list[int] = []
-        """Indices of the layers, in the order of their calls."""
+        self.forward: list[_Call] = []
+        """In the order of the calls."""
+        self.calls: dict[int, _Call] = {}
+        """The last call of each layer."""
         self.backward: list[Any] = []
         """Indices of layers that exchange sums, and parameters that get their gradient, in order."""
 
@@ -265,20 +325,30 @@ class _Absent(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def _follow(layer: _BatchNorm, mean: Tensor, unbiased: Tensor, momentum: float | None) -> None:
+def _follow(layer: _BatchNorm, mean: Tensor, variance: Tensor, total: float, momentum: float | None) -> None:
     """Update the running statistics by the batch's, as `torch.nn.BatchNorm1d` does.
+
+    Args:
+        variance: biased: over `total` values.
+        momentum: as in `_momentum`.
+    """
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    running, factor = [layer.running_mean, layer.running_var], _momentum(layer, momentum)
+    now = [mean.to(running[0]), (variance * (total / (total - 1))).to(running[1])]
+    torch._foreach_lerp_(running, now, factor)
+
+
+def _momentum(layer: _BatchNorm, momentum: float | None) -> float:
+    """Return the weight of a batch in the running statistics.
 
     Args:
         momentum: if the layer has counted the batch; `None`: count it, and take the layer's own.
     """
-    if layer.running_mean is None or layer.running_var is None:
-        return
+    if momentum is not None:
+        return momentum
     assert layer.num_batches_tracked is not None
-    with torch.no_grad():
-        if momentum is None:
-            layer.num_batches_tracked.add_(1)
-            momentum = layer.momentum
-            if momentum is None:  # all batches count alike
-                momentum = 1.0 / float(layer.num_batches_tracked)
-        for running, now in ((layer.running_mean, mean), (layer.running_var, unbiased)):
-            running.lerp_(now.to(running.device, running.dtype), momentum)
+    layer.num_batches_tracked.add_(1)
+    if layer.momentum is not None:
+        return layer.momentum
+    return 1.0 / float(layer.num_batches_tracked)  # all batches count alike

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,20 +12,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hetexp.model.recompute import once
+from hetexp.strategy.batch_norm_kernels import Backward, Statistics, dense, is_fused, normalised
 from hetexp.torch_private import BatchNormBase as _BatchNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Statistics of the whole batch on the values' device; all but `count` are [channels]."""
-
-    count: Tensor
-    mean: Tensor
-    variance: Tensor
-    """Biased: over the count."""
 
 
 class Group(Protocol):
@@ -35,7 +25,7 @@ class Group(Protocol):
     active: bool
     num_calls: int
 
-    def statistics(self, index: int, values: Tensor | None, momentum: float | None = None) -> Statistics:
+    def statistics(self, index: int, values: Tensor, eps: float, momentum: float | None = None) -> Statistics:
         """Return the statistics of all ranks' values."""
 
     def add_up(self, layer_index: int, sums: Tensor | None) -> Tensor | None:
@@ -64,17 +54,24 @@ class SynchronisedBatchNorm(_BatchNorm):
         if not self._is_together():
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
-        of_batch = once(lambda: self.norms.statistics(self.index, input))
-        return self._normalised(input, self.weight, self.bias, of_batch, self.eps)
+        return self._normalised(input, self.weight, self.bias, self.eps)
 
     def _is_together(self) -> bool:
         # If it is computed again in backward, the ranks are no longer in a forward pass together.
         return once(lambda: self.training and self.norms.active)
 
     def _normalised(
-        self, values: Tensor, weight: Tensor | None, bias: Tensor | None, of_batch: Statistics, eps: float
+        self,
+        values: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        momentum: float | None = None,
     ) -> Tensor:
-        out: Tensor = _Normalise.apply(values, weight, bias, of_batch, self, eps)  # type: ignore[no-untyped-call]
+        if is_fused(values.device):
+            values = dense(values)
+        statistics = once(lambda: self.norms.statistics(self.index, values, eps, momentum))
+        out: Tensor = _Normalise.apply(values, weight, bias, statistics, self, eps)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -126,8 +123,7 @@ class _OwnForward(SynchronisedBatchNorm):
             return functional.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
-        of_batch = once(lambda: self.norms.statistics(self.index, input, momentum))
-        return self._normalised(input, weight, bias, of_batch, eps)
+        return self._normalised(input, weight, bias, eps, momentum)
 
 
 class _Calls(TorchFunctionMode):
@@ -175,50 +171,25 @@ class _Normalise(torch.autograd.Function):
         values: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        of_batch: Statistics,
+        statistics: Statistics,
         layer: SynchronisedBatchNorm,
         eps: float,
     ) -> Tensor:
-        ctx.layer, ctx.has_bias, ctx.eps = layer, bias is not None, eps
-        ctx.save_for_backward(values, weight, of_batch.count, of_batch.mean, of_batch.variance)
-        widened = wide(values)
-        mean, variance = of_batch.mean, of_batch.variance
-        weight, bias = (t.to(widened.dtype) if t is not None else None for t in (weight, bias))
-        out = functional.batch_norm(widened, mean, variance, weight, bias, training=False, eps=eps)
-        return out.to(values.dtype)
+        ctx.layer, ctx.eps, ctx.total = layer, eps, statistics.total
+        ctx.save_for_backward(
+            values, weight, statistics.mean, statistics.invstd, statistics.counts, statistics.variance
+        )
+        return normalised(values, weight, bias, statistics, eps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        values, weight, count, mean, variance = ctx.saved_tensors
+        values, weight, mean, invstd, counts, variance = ctx.saved_tensors
         layer: SynchronisedBatchNorm = ctx.layer
-        gradient = wide(gradients[0])
-        over, shape = dims(values), [1, -1, *[1] * (values.dim() - 2)]
-        scale = (variance + ctx.eps).rsqrt()
-        centred = wide(values) - mean.reshape(shape)
-        sums = torch.stack([gradient.sum(over), (gradient * centred).sum(over)])
-        of_weight = (sums[1] * scale).to(weight.dtype) if weight is not None else None
-        of_bias = sums[0].to(weight.dtype) if ctx.has_bias else None
-        of_values = None
-        if ctx.needs_input_grad[0]:
+        statistics = Statistics(mean, invstd, counts, variance, ctx.total)
+        passed = Backward(gradients[0], values, weight, statistics, ctx.eps, ctx.needs_input_grad[:3])
+        sums, of_values = passed.sums(), None
+        if sums is not None:
             total = layer.norms.add_up(layer.index, sums)
             assert total is not None
-            by_mean, by_scale = (total / count).unbind()
-            of_values = gradient - by_mean.reshape(shape) - centred * (by_scale * scale**2).reshape(shape)
-            factor = scale * weight if weight is not None else scale
-            of_values = (of_values * factor.reshape(shape)).to(values.dtype)
-        return of_values, of_weight, of_bias, None, None, None
-
-
-def dims(values: Tensor) -> list[int]:
-    """Return the dimensions that statistics are taken over: all but the channels."""
-    return [dim for dim in range(values.dim()) if dim != 1]
-
-
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that statistics of such values are computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def wide(values: Tensor) -> Tensor:
-    """Return the values in the type of their statistics."""
-    return values.to(wide_type(values.dtype))
+            of_values = passed.of_values(total)
+        return of_values, passed.of_weight, passed.of_bias, None, None, None

@@ -148,7 +148,7 @@ class DDP(Strategy):
         model = guard.bare_model
         unused = self.find_unused_parameters or self.static_graph
         if communicator.world_size > 1 and self.sync_batch_norm and batch_norms(model):
-            norms = guard.norms = SynchronisedNorms(model, communicator.duplicate(), waiting, unused)
+            norms = guard.norms = SynchronisedNorms(model, communicator.duplicate_for_rows(), waiting, unused)
             norms.record(inputs)
         elif unused:
             # A zero is a gradient: with it an optimizer would decay weights that no rank has used, and the

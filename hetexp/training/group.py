@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import platform
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.communicator import SoloCommunicator
+from hetexp.comm.communicator import ProcessGroupCommunicator, SoloCommunicator
 from hetexp.comm.connections.disposal import release_later
 from hetexp.comm.forms import of_other_forms
 from hetexp.comm.hook import Averaging, CommHook, GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
 from hetexp.comm.rendezvous import form_group
+from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
 from hetexp.comm.transports import Job, form_transports
 from hetexp.core.plan import Plan
+from hetexp.core.topology import Topology
 from hetexp.hardware.links import links_of
 from hetexp.plan.routes import routes_to_try
 from hetexp.torch_private import formed_groups
@@ -58,6 +61,21 @@ def connect(
         backend = str(formed.route.library) if native else "gloo"
         state.plan = replace(plan, route=route, collective_backend=backend, route_fallback=formed.fallback)
     state.communicator, state.exchange = formed.communicator, formed.exchange
+    if isinstance(formed.communicator, ProcessGroupCommunicator) and _shares_memory(plan, formed.route):
+        formed.communicator.form_rows = partial(_row_exchange, job)
+
+
+def _shares_memory(plan: Plan, route: Topology) -> bool:
+    """Return whether all ranks are on one host, and its shared memory has passed the self-test."""
+    libraries = {group.library for level in route.levels for group in level}
+    return "shm" in libraries and len({device.host for device in plan.devices}) == 1
+
+
+def _row_exchange(job: Job, name: str) -> SharedMemoryExchange:
+    """Return an exchange of small host tensors of all ranks, which all call this."""
+    store = dist.PrefixStore(name, job.store)
+    limit = job.timeout_seconds
+    return SharedMemoryExchange.form(store, job.rank, job.world_size, limit, job.device, small=True)
 
 
 def leave(state: TrainState) -> None:

@@ -31,6 +31,7 @@ def test_float64_steps_equal_one_device(train: Train) -> None:
     for options in [
         THREE,  # one of them without samples
         (*TWO, "trainer.activation_checkpointing=true"),
+        (*TWO, "comm=gloo"),  # else the ranks share memory
         ("hardware=cpu", "strategy=single", "trainer.activation_checkpointing=true"),
     ]:
         loss, parameters = worst(train(*NET, *options), single, STEPS)
@@ -39,6 +40,14 @@ def test_float64_steps_equal_one_device(train: Train) -> None:
     run = train(*NET, *TWO, "strategy.sync_batch_norm=false")
     assert worst(run, single, STEPS)[1] > 1e-6
     assert "their statistics are each rank's own" in (run.folder / "logs" / "rank_0.log").read_text()
+
+
+def test_a_compiled_net_waits_for_other_ranks_between_its_graphs(train: Train) -> None:
+    net = [option for option in NET if "max_steps" not in option]
+    single = train("hardware=cpu", "strategy=single", *net, "trainer.max_steps=3")
+    loss, parameters = worst(train(*net, *TWO, "trainer.compile=true", "trainer.max_steps=3"), single, 3)
+    assert loss <= 1e-12
+    assert parameters <= 1e-12
 
 
 @pytest.mark.parametrize("pacing", [(), ("hardware.devices=[emulated:rtx_3090,emulated:arc_a770]",)])

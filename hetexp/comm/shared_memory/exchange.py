@@ -48,6 +48,8 @@ SMALL_BYTES = 2**19
 """Tensors up to this size are one chunk, and every rank sums them itself."""
 CHUNKS, CHUNKS_A_CHANNEL = 4, 2
 """Least number of chunks of a tensor, unless they would be too small: several travel at once."""
+ROW_BYTES = 2**16
+"""Size of a chunk of an exchange for small tensors alone."""
 PAGE_BYTES = 2**12
 MOST_CHANNELS = 4
 """One or two threads a rank do not use a large machine's whole memory bandwidth; more hardly help."""
@@ -56,6 +58,8 @@ SHARED_CHANNELS, SHARED_BYTES = 2, 2**24
 SPINS, MANY_SPINS = 300, 2000
 """Polls of a counter before a rank sleeps: some 20 µs, or 100 µs if each rank has several cores. To wake up
 takes longer than most waits. If ranks outnumber cores, a rank sleeps at once."""
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ class Shape:
         slot = HOST_CHUNK_BYTES if on_host and channels == 1 else CHUNK_BYTES
         cards = [rank["card"] for rank in ranks if rank.get("card")]
         return cls(size, channels, slot, alone, shared=len(set(cards)) < len(cards))
+
+    @classmethod
+    def of_small(cls, size: int) -> Shape:
+        """Return the shape for small tensors of the host."""
+        return cls(size, channels=1, slot_bytes=ROW_BYTES, alone_bytes=sys.maxsize)
 
     @property
     def num_words(self) -> int:
@@ -185,6 +194,7 @@ class SharedMemoryExchange(Exchange):
         timeout_seconds: float,
         device: torch.device,
         named: bool = False,
+        small: bool = False,
     ) -> SharedMemoryExchange:
         """Make the exchange of a group; all its ranks call it.
 
@@ -194,11 +204,15 @@ class SharedMemoryExchange(Exchange):
             device: the rank's own.
             named: whether to put the segment into a file until all ranks have opened it, even if the system
                 has memory without a name.
+            small: whether only small tensors of the host will be exchanged: half a MiB for two ranks.
 
         Raises:
             SetupError: a rank could not reserve or map the memory; on every rank, with its reason.
             HandshakeError: a rank did not come.
         """
+        if small:
+            shape = Shape.of_small(size)
+            return cls(_shared(store, rank, shape, timeout_seconds, named), shape, timeout_seconds, HOST)
         facts = {
             "device": device.type,
             "card": _card(device),
@@ -248,10 +262,29 @@ class SharedMemoryExchange(Exchange):
         self._copy.used = self._shape.used_channels(len(tensor))
         with self._gives_up_on_error():
             if self._goes_in_c(copy_stream):
-                self._gather_in_c(gathered, length)
+                addresses = [part.data_ptr() for part in gathered]
+                self._gather_in_c(addresses, len(tensor), length, tensor.device)
             else:
                 self._copy.gather(copy_stream, gathered, length)
         return gathered
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return every rank's row [length] of host numbers as one tensor [size, length].
+
+        Raises:
+            PeerLostError: another rank is gone or did not come in time.
+        """
+        rows, num_bytes = row.new_empty(self.size, row.numel()), row.numel() * row.element_size()
+        rows[self.rank] = row
+        length = self._shape.chunk_bytes(num_bytes)
+        self._copy.used = 1
+        with self._gives_up_on_error():
+            if self._native is not None:
+                first = rows.data_ptr()
+                self._gather_in_c([first + rank * num_bytes for rank in range(self.size)], num_bytes, length)
+            else:
+                self._copy.gather(self._host, rows.view(torch.uint8).unbind(), length)
+        return rows
 
     def abandon(self) -> None:
         if self._segment.file >= 0:
@@ -282,20 +315,22 @@ class SharedMemoryExchange(Exchange):
     def _sum_in_c(self, flat: torch.Tensor, length: int, in_parts: bool) -> None:
         call = native.Call(
             data=flat.data_ptr(),
-            count=len(flat),
+            count=flat.numel(),
             chunk=length,
             width=flat.element_size(),
             in_parts=in_parts,
         )
         self._in_c(call, flat.device)
 
-    def _gather_in_c(self, tensors: Sequence[torch.Tensor], length: int) -> None:
-        local = tensors[self.rank]
-        addresses = (ctypes.c_void_p * self.size)(*[tensor.data_ptr() for tensor in tensors])
+    def _gather_in_c(
+        self, parts: Sequence[int], num_bytes: int, length: int, device: torch.device = HOST
+    ) -> None:
+        """Fill the other ranks' parts, of which each is given by its address."""
+        addresses = (ctypes.c_void_p * self.size)(*parts)
         call = native.Call(
-            data=local.data_ptr(), everyone=ctypes.addressof(addresses), count=len(local), chunk=length
+            data=parts[self.rank], everyone=ctypes.addressof(addresses), count=num_bytes, chunk=length
         )
-        self._in_c(call, local.device)
+        self._in_c(call, device)
 
     def _in_c(self, call: native.Call, device: torch.device) -> None:
         """Let all channels copy their chunks in parallel; raise if a rank was lost.
@@ -306,6 +341,9 @@ class SharedMemoryExchange(Exchange):
         assert self._native is not None
         self._copy.publish_read()
         num_chunks, every = -(-call.count // call.chunk), self._copy.used
+        if device.type == "cpu" and min(num_chunks, every) == 1:
+            self._in_this_thread(call, num_chunks, every)
+            return
         used = self._channels[: min(num_chunks, every)]
         calls = (native.Call * len(used))()
         for position, (channel_call, channel) in enumerate(zip(calls, used, strict=True)):
@@ -321,6 +359,18 @@ class SharedMemoryExchange(Exchange):
         self._native.hetexp_take(ctypes.c_void_p(self._pool), calls, len(used))
         for channel_call, channel in zip(calls, used, strict=True):
             channel.judge(channel_call.status)
+
+    def _in_this_thread(self, call: native.Call, num_chunks: int, every: int) -> None:
+        """Let the first channel copy a host tensor, without a copy of the call for others."""
+        assert self._native is not None
+        channel = self._channels[0]
+        in_c = cast(native.Channel, channel.in_c)
+        in_c.every = every
+        call.channel = ctypes.addressof(in_c)
+        call.number = channel.chunks & 0xFFFFFFFF
+        channel.chunks += -(-num_chunks // every)
+        self._native.hetexp_take(None, ctypes.byref(call), 1)
+        channel.judge(call.status)
 
     def _devices_for_c(self, device: torch.device) -> list[DeviceInC]:
         """Return the device structure of each channel for the C library; none without the runtime."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
+from exchanging import each
 
 from hetexp.comm import communicator as module
 from hetexp.comm.communicator import (
@@ -19,7 +21,8 @@ from hetexp.comm.communicator import (
     stage,
 )
 from hetexp.comm.connections.pulse import Pulse
-from hetexp.core.errors import PeerLostError
+from hetexp.comm.shared_memory.exchange import SharedMemoryExchange
+from hetexp.core.errors import PeerLostError, SetupError
 
 CPU = torch.device("cpu")
 
@@ -174,3 +177,35 @@ def test_a_failure_while_waiting_is_a_lost_peer(
 def test_a_lost_peer_in_one_sentence() -> None:
     error = peer_lost(RuntimeError("first line\nsecond line"))
     assert str(error) == "a collective failed because another rank is gone or late (first line)"
+
+
+def _small(rank: int, size: int, store: dist.Store, how: str) -> list[list[list[float]]]:
+    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=size)
+    communicator = ProcessGroupCommunicator(CPU, Pulse(dist.PrefixStore("p", store), rank, size, 30.0))
+    names = []
+
+    def form(name: str) -> SharedMemoryExchange:
+        names.append(name)
+        if how == "refused":
+            raise SetupError("no memory")
+        return SharedMemoryExchange.form(dist.PrefixStore(name, store), rank, size, 30.0, CPU, small=True)
+
+    if how != "gloo":
+        communicator.form_rows = form
+    results = []
+    for other in (communicator.duplicate_for_rows(), communicator.duplicate_for_rows()):
+        row = torch.tensor([1.0 + rank, 10.0 * rank], dtype=torch.float64)
+        rows = other.all_gather_rows(row)
+        assert row.tolist() == [1.0 + rank, 10.0 * rank]
+        other.all_reduce_(row)
+        results.append([*rows.tolist(), row.tolist()])
+    assert how != "memory" or len(set(names)) == 2
+    communicator.close()
+    return results
+
+
+@pytest.mark.parametrize("how", ["gloo", "memory", "refused"])
+def test_rows_and_sums_of_ranks(tmp_path: Path, how: str) -> None:
+    """By gloo, through memory that the ranks share, and by gloo since there is no such memory."""
+    wanted = [[1.0, 0.0], [2.0, 10.0], [3.0, 10.0]]
+    assert each(2, tmp_path, _small, how) == [[wanted, wanted]] * 2

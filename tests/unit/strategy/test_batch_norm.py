@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import fused_norm
 import pytest
 import torch
 from fake_ranks import FakeGroup
@@ -18,9 +19,13 @@ from hetexp.model.recompute import recompute_layers
 from hetexp.strategy.batch_norm import SynchronisedNorms
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
+@pytest.fixture(autouse=True, params=["host", "device"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How ranks exchange: through the host, or from device to device by torch's fused kernels."""
     torch.manual_seed(0)
+    if request.param == "device":
+        fused_norm.install(monkeypatch)
+    return str(request.param)
 
 
 def samples(count: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -233,7 +238,10 @@ def test_a_single_value_is_refused_on_all_ranks() -> None:
     )
 
 
-def test_ranks_at_different_layers_are_told() -> None:
+def test_ranks_at_different_layers_are_told(way: str) -> None:
+    if way == "device":
+        pytest.skip("the host would have to wait for the device")
+
     class Choosing(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -21,6 +21,7 @@ from hetexp.comm.shared_memory import exchange as module
 from hetexp.comm.shared_memory.exchange import (
     CHUNK_BYTES,
     HOST_CHUNK_BYTES,
+    ROW_BYTES,
     SMALL_BYTES,
     Shape,
     SharedMemoryExchange,
@@ -105,6 +106,39 @@ def test_every_rank_gets_the_sum(tmp_path: Path, size: int, type_name: str, how:
     lengths = [*LENGTHS, *reversed(LENGTHS)]
     results = each(size, tmp_path, _sums, lengths, type_name, how, channels)
     check(results, lengths, TYPES[type_name])
+
+
+ROWS = [1, 3, 1000, ROW_BYTES // 8, ROW_BYTES // 8 + 1, 40_000]
+
+
+def _rows(rank: int, size: int, store: dist.Store, how: str) -> list[bytes]:
+    if how == "python" or (how == "mixed" and rank % 2):
+        os.environ[native.VARIABLE] = "0"
+    path = SharedMemoryExchange.form(store, rank, size, 60.0, CPU, small=True)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        for length in ROWS:
+            tensor = own(rank, length, dtype)
+            results.append(path.gather_rows(tensor).numpy().tobytes())
+            path.sum_(tensor)
+            results.append(tensor.numpy().tobytes())
+    assert path.num_bytes < size * 2**19
+    path.close()
+    return results
+
+
+@pytest.mark.parametrize(("size", "how"), [(2, "c"), (3, "mixed"), (2, "python")])
+def test_small_tensors_have_an_exchange_of_their_own(tmp_path: Path, size: int, how: str) -> None:
+    results = each(size, tmp_path, _rows, how)
+    assert all(result == results[0] for result in results)
+    received = iter(results[0])
+    for dtype in (torch.float64, torch.float32):
+        for length in ROWS:
+            expected = torch.stack([own(rank, length, dtype) for rank in range(size)])
+            rows = torch.frombuffer(bytearray(next(received)), dtype=dtype).reshape(size, length)
+            assert torch.equal(rows, expected)
+            total = torch.frombuffer(bytearray(next(received)), dtype=dtype)
+            torch.testing.assert_close(total, expected.sum(0))
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
