@@ -12,10 +12,11 @@ torch 2.8.0, 2.9.1, 2.13.0 and 2.14.1. What happens without a name:
 | `UntypedStorage._cdata`, `Tensor._indices`, `Tensor._values` | AttributeError: the memory estimate, paced sparse gradients |
 | `nn.Module._apply`, `_forward_pre_hooks`, `parametrizations._SpectralNorm` | AttributeError: complex models, spectral norms |
 | `OptimizedModule._orig_mod` | the compiled module stands for the model |
-| `_foreach_mul_` | each gradient is scaled separately |
+| `_foreach_mul_`, `_foreach_lerp_` | each gradient is scaled, each statistic moved separately |
 | `_dynamo.maybe_mark_dynamic` | torch compiles each batch size separately |
 | `_dynamo.exc.TorchDynamoException` | errors of torch's compiler are shown as torch writes them |
 | `_C._nn._parse_to` | AttributeError: a language model whose base has a type of its own cannot be moved |
+| `utils.data._utils.collate` | `import` fails: samples are stacked into page-locked memory by it |
 | `utils.data._utils.worker._worker_info` | a stream sees its loader process, by which it may divide itself |
 | `distributed_c10d.ProcessGroup…` | that library is refused for an exchange; the next route is tried |
 | `Backend._set_default_timeout` | `Backend.set_timeout` (torch 2.14) replaces it |
@@ -44,8 +45,16 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-__all__ = ["BatchNormBase", "TorchDispatchMode", "tree_leaves", "tree_map_only"]
+__all__ = [
+    "BatchNormBase",
+    "TorchDispatchMode",
+    "collate",
+    "default_collate_fn_map",
+    "tree_leaves",
+    "tree_map_only",
+]
 
 FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -83,6 +92,16 @@ def scale_all_(tensors: Sequence[torch.Tensor], factor: float) -> None:
         return
     for tensor in tensors:
         tensor.mul_(factor)
+
+
+def lerp_all_(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
+    """Move dense tensors towards others in place, by one kernel for all of them where torch has one."""
+    move = getattr(torch, "_foreach_lerp_", None)
+    if move is not None:
+        move(tensors, ends, weight)
+        return
+    for tensor, end in zip(tensors, ends, strict=True):
+        tensor.lerp_(end, weight)
 
 
 # Modules.

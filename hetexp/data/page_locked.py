@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from hetexp.torch_private import collate, default_collate_fn_map
 
 log = logging.getLogger(__name__)
 

@@ -40,6 +40,7 @@ from hetexp.strategy.batch_norm_kernels import (
 )
 from hetexp.strategy.batch_norm_layer import SynchronisedBatchNorm, synchronised_class
 from hetexp.torch_private import BatchNormBase as _BatchNorm
+from hetexp.torch_private import lerp_all_
 from hetexp.training.measuring.trial_pass import try_out, undisturbed
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ def _follow(layer: _BatchNorm, mean: Tensor, variance: Tensor, total: float, mom
         return
     running, factor = [layer.running_mean, layer.running_var], _momentum(layer, momentum)
     now = [mean.to(running[0]), (variance * (total / (total - 1))).to(running[1])]
-    torch._foreach_lerp_(running, now, factor)
+    lerp_all_(running, now, factor)
 
 
 def _momentum(layer: _BatchNorm, momentum: float | None) -> float:

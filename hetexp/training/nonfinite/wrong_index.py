@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from hetexp.core.call import call_model
 from hetexp.core.errors import HetexpError
 from hetexp.data.loader import LocalBatch
+from hetexp.torch_private import tree_leaves
 from hetexp.training.loss import IndicesChecked, LabelError, TokenError, placed
 from hetexp.training.nonfinite.samples import MOST_NAMED
 from hetexp.training.nonfinite.search import for_single_samples
