@@ -26,6 +26,7 @@ torch 2.8.0, 2.9.1, 2.13.0 and 2.14.1. What happens without a name:
 | `distributed_c10d._update_default_pg` | a route that hangs ends the run |
 | `distributed_c10d._abort_process_group` | a collective that hangs ends at its own time limit |
 | `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` | constants are sent once, at the start |
+| `PipelineStage._get_init_p2p_neighbors_ops` | nothing to leave out (torch 2.8) |
 | `Reducer._remove_autograd_hooks` | no group forms again in the same process |
 """  # noqa: E501
 
@@ -35,7 +36,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 __all__ = [
     "BatchNormBase",
@@ -144,6 +148,16 @@ def exclude_from_ddp(module: nn.Module, names: Iterable[str]) -> None:
 def remove_ddp_hooks(module: DistributedDataParallel) -> None:
     """Take DDP's hooks from the parameters, which would go on exchanging."""
     module.reducer._remove_autograd_hooks()
+
+
+def leave_out_first_messages(stage: PipelineStage) -> None:
+    """Let a stage exchange no message with its neighbours before its first step; all ranks call it.
+
+    Only NCCL needs them. Releases differ: 2.8 has none, and 2.9 sends 8 bytes where it receives 4, so that
+    gloo ends the process.
+    """
+    if hasattr(stage, "_get_init_p2p_neighbors_ops"):
+        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
 
 
 # The compiler.

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import get_worker_info
 
@@ -135,6 +136,16 @@ def test_a_module_is_asked_and_changed() -> None:
 def test_spectral_norms_have_their_class() -> None:
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
     assert isinstance(layer.parametrizations["weight"][0], torch_private.spectral_norm_class())  # type: ignore[index]
+
+
+def test_a_stage_has_no_message_for_its_neighbours_before_the_first_step() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), input_args=torch.ones(1, 2))
+        torch_private.leave_out_first_messages(stage)
+        assert getattr(stage, "_get_init_p2p_neighbors_ops", list)() == []
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_compiler_is_asked() -> None:

@@ -23,6 +23,7 @@ from hetexp.model.cut import Piece
 from hetexp.strategy.pipeline.cutting import Cut
 from hetexp.strategy.pipeline.schedules import Schedule
 from hetexp.strategy.pipeline.shared_gradients import SharedGradients
+from hetexp.torch_private import leave_out_first_messages
 from hetexp.training.loss import num_rows
 
 if TYPE_CHECKING:
@@ -257,6 +258,7 @@ class Staging:
                 output_args=_shape(state, gives, True),
                 group=self.group,
             )
+            leave_out_first_messages(pipeline_stage)
             self.times.watch(pipeline_stage, stage.index, self.feed, state.backend.mark)
             stages.append(pipeline_stage)
         schedule = schedules.get_schedule_class(self._settings.schedule.name)
