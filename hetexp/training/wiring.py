@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -95,8 +96,9 @@ def _build_ungrouped(
     Args:
         member: number of a process that joins a training under way; `None`: all begin together.
     """
-    trainer = config.trainer
+    trainer, clock = config.trainer, _Clock()
     backend, device = open_device(plan, config, rank, store)
+    clock.lap("device")
     # The same seed on every rank: a split that is drawn while the data are built is the same on all ranks.
     seed_all(trainer.seed)
     data = build_data(config.data)
@@ -129,6 +131,7 @@ def _build_ungrouped(
         Trial(model, loss, data.collate, moved).run(head, first)
     trained = engine.shard(plan, config, rank, model, first[0])
     model.to(device)
+    clock.lap("data and model")
     total_steps = planned_steps(config, sampler.steps_per_epoch)
     if rank == 0 and member is None and trainer.max_steps is not None and trainer.epochs is not None:
         known = sampler.steps_per_epoch
@@ -165,11 +168,31 @@ def _build_ungrouped(
     )
     if not plan.stages:
         Trial(model, loss, data.collate, state.to_device, state.autocast).run(head, first)
+    clock.lap("optimizer and first pass")
     # From here on dropout and random samples differ from rank to rank, as the samples do.
     seed_all(trainer.seed + 1 + (rank if member is None else member))
     strategy.configure(plan)
     engine.prepare(first[0])
+    clock.show(member)
     return state
+
+
+class _Clock:
+    """Seconds of the phases of a rank's start."""
+
+    def __init__(self) -> None:
+        self._last, self._seconds = time.perf_counter(), dict[str, float]()
+
+    def lap(self, phase: str) -> None:
+        """End a phase."""
+        now = time.perf_counter()
+        self._seconds[phase], self._last = now - self._last, now
+
+    def show(self, member: int | None) -> None:
+        """Log the phases of a member that joins a training under way."""
+        if member is not None:
+            phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self._seconds.items())
+            log.info("member %d is built: %s", member, phases)
 
 
 def _build_model(config: Config, facts: Mapping[str, Any], inputs: Any, dtype: torch.dtype) -> nn.Module:
