@@ -122,7 +122,8 @@ def guarded_step(
             update(state, step, microbatches, check.bad)
             if not state.config.trainer.check_sync_every:  # that compares gradients, too
                 set_gradients(owners, [None] * len(owners))  # now, while the device is busy
-        finite = gradient.finite if check is None else check.finite()
+        with nullcontext() if buffers is None else buffers.put_back_on_error():
+            finite = gradient.finite if check is None else check.finite()
         finite = bool(finite) and gradient.shortage is None
         if finite:
             break
