@@ -38,6 +38,7 @@ from hetexp.launch.processes.failure import (
 )
 from hetexp.launch.processes.parent_death import die_with_parent, end_with_launcher
 from hetexp.launch.processes.process import LAUNCHER_PID
+from hetexp.launch.processes.spare import wait_for_order
 
 HURRIED_SECONDS = 0.5
 """Longest wait for a save under way if the others wait for this rank's end to go on without it."""
@@ -51,13 +52,17 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run one rank as a process of its own."""
     parser = argparse.ArgumentParser(description="One rank of a hetexp run; the launcher starts it.")
-    parser.add_argument("--plan", type=Path, required=True)
-    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--rank", type=int)
     parser.add_argument("--member", type=int, help="number of a process that joins a training under way")
+    parser.add_argument("--spare", type=Path, help="plan of the run in which the process waits to be a rank")
     arguments = parser.parse_args()
+    plan, rank, member = arguments.plan, arguments.rank, arguments.member
+    if arguments.spare is not None:
+        plan, rank, member = wait_for_order(arguments.spare)
     end_with_launcher(lambda: os.read(sys.stdin.fileno(), 1))
     die_with_parent(int(os.environ[LAUNCHER_PID]))
-    run_rank(arguments.plan, arguments.rank, arguments.member)
+    run_rank(plan, rank, member)
 
 
 def run_rank(plan_path: Path, rank: int, member: int | None = None) -> NoReturn:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.connections.pulse import Pulse
+from hetexp.comm.connections.revocation import Revocation, forget_aborted
 from hetexp.comm.connections.sockets import remembered, shut_all
 from hetexp.core.errors import PeerLostError, SetupError
 
@@ -61,6 +62,8 @@ class Communicator(ABC):
     world_size: int
     device = torch.device("cpu")
     """Device on which collectives read and write; tensors of other devices are copied there."""
+    revocation = Revocation()
+    """Whether the ranks have given up their group."""
 
     def duplicate(self) -> Communicator:
         """Return a communicator of the same ranks with its own order of collectives; all ranks call it."""
@@ -139,6 +142,17 @@ class Communicator(ABC):
         """Send heartbeats to the others while the block runs."""
         return nullcontext()
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context for waits for the device, as results of other ranks may not come there."""
+        return nullcontext()
+
+    def confirm(self) -> None:  # noqa: B027 - the collectives of most raise
+        """Return if all results so far are right, which the host has read meanwhile.
+
+        Raises:
+            PeerLostError: another rank is gone, and they may be wrong.
+        """
+
     def abandon(self) -> None:  # noqa: B027 - most communicators have no connections
         """Leave the other ranks, also in the midst of a collective; no collective may follow.
 
@@ -183,27 +197,35 @@ class ProcessGroupCommunicator(Communicator):
         device: the rank's own: NCCL's collectives read and write there, gloo's on the CPU.
         pulse: heartbeats of the ranks during work without collectives.
         group: of all ranks; `None`: the default one.
+        revocation: of the group.
     """
 
-    def __init__(self, device: torch.device, pulse: Pulse, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        pulse: Pulse,
+        group: dist.ProcessGroup | None = None,
+        revocation: Revocation | None = None,
+    ) -> None:
         self._pulse, self._group = pulse, group
         self.form_rows: Callable[[str], RowExchange] | None = None
         """Forms an exchange of small host tensors under a new name; all ranks call it."""
         self._rows: RowExchange | None = None
         self._formed_rows: list[RowExchange] = []
         """Those of this communicator's duplicates, which are left with it."""
+        self.revocation = revocation or Revocation()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        native = dist.get_backend(group) != "gloo"
+        self._native = dist.get_backend(group) != "gloo"
         self._own_device = device
-        self.device = device if native else torch.device("cpu")
+        self.device = device if self._native else torch.device("cpu")
         self._aside = torch.cuda.Stream(device) if self.device.type == "cuda" else None
 
     def duplicate(self) -> Communicator:
         limit = timedelta(seconds=self._pulse.timeout_seconds)
         with remembered():
             group = dist.new_group(backend=dist.get_backend(), timeout=limit)
-        return ProcessGroupCommunicator(self._own_device, self._pulse, group)
+        return ProcessGroupCommunicator(self._own_device, self._pulse, group, self.revocation)
 
     def duplicate_for_rows(self) -> Communicator:
         if self.form_rows is None:
@@ -213,7 +235,7 @@ class ProcessGroupCommunicator(Communicator):
         except SetupError as error:  # raised on all ranks
             log.warning("Small tensors travel by %s: %s", dist.get_backend(self._group), error)
             return self.duplicate()
-        other = ProcessGroupCommunicator(self._own_device, self._pulse, self._group)
+        other = ProcessGroupCommunicator(self._own_device, self._pulse, self._group, self.revocation)
         other._rows = rows
         self._formed_rows.append(rows)
         return other
@@ -223,10 +245,11 @@ class ProcessGroupCommunicator(Communicator):
             return self._reduce_aside(tensor, op, self._aside)
         staged = stage(tensor, self.device)
         try:
-            work = dist.all_reduce(staged, op=_OPS[op], group=self._group, async_op=True)
+            with self._calling():
+                work = dist.all_reduce(staged, op=_OPS[op], group=self._group, async_op=True)
         except RuntimeError as error:
             raise peer_lost(error) from error
-        return _Reduction(work, staged, tensor.device)
+        return _Reduction(work, staged, tensor.device, self.waiting)
 
     def _reduce_aside(self, tensor: torch.Tensor, op: ReduceOp, stream: torch.cuda.Stream) -> Pending:
         """Reduce a host tensor by a library that reads the device, without a wait for queued work.
@@ -237,23 +260,26 @@ class ProcessGroupCommunicator(Communicator):
         with torch.cuda.stream(stream):
             staged = pinned.to(self.device, non_blocking=True)
             try:
-                work = dist.all_reduce(staged, op=_OPS[op], group=self._group, async_op=True)
+                with self._calling():
+                    work = dist.all_reduce(staged, op=_OPS[op], group=self._group, async_op=True)
                 work.wait()  # the stream waits for it, not this process
             except RuntimeError as error:
                 raise peer_lost(error) from error
             result = torch.empty_like(pinned, pin_memory=True).copy_(staged, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(stream)
-        return _Aside(arrived, result)
+        return _Aside(arrived, result, self.waiting)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         staged = stage(tensor, self.device)
         gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
         try:
-            dist.all_gather(gathered, staged, group=self._group)
+            with self._calling():
+                work = dist.all_gather(gathered, staged, group=self._group, async_op=True)
+            work.wait()
         except RuntimeError as error:
             raise peer_lost(error) from error
-        return [part.to(tensor.device) for part in gathered]
+        return [self._home(part, tensor.device) for part in gathered]
 
     def all_reduce_(self, tensor: torch.Tensor) -> None:
         if self._rows is not None:
@@ -265,7 +291,9 @@ class ProcessGroupCommunicator(Communicator):
         if tensor.device.type != self.device.type:
             return super().all_reduce_(tensor)
         try:
-            dist.all_reduce(tensor, group=self._group)
+            with self._calling():
+                work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            work.wait()
         except RuntimeError as error:
             raise peer_lost(error) from error
         return None
@@ -277,10 +305,12 @@ class ProcessGroupCommunicator(Communicator):
             return super().all_gather_rows(row)
         rows = row.new_empty(self.world_size, len(row))
         try:
-            if self.device.type == "cpu":
-                dist.all_gather(list(rows), row, group=self._group)
-            else:
-                _gather_into(rows.view(-1), row, group=self._group)
+            with self._calling():
+                if self.device.type == "cpu":
+                    work = dist.all_gather(list(rows), row, group=self._group, async_op=True)
+                else:
+                    work = _gather_into(rows.view(-1), row, group=self._group, async_op=True)
+            work.wait()
         except RuntimeError as error:
             raise peer_lost(error) from error
         return rows
@@ -288,10 +318,25 @@ class ProcessGroupCommunicator(Communicator):
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         staged = stage(tensor, self.device)
         try:
-            dist.broadcast(staged, src=source, group=self._group)
+            with self._calling():
+                work = dist.broadcast(staged, src=source, group=self._group, async_op=True)
+            work.wait()
         except RuntimeError as error:
             raise peer_lost(error) from error
-        return staged.to(tensor.device)
+        return self._home(staged, tensor.device)
+
+    def _home(self, result: torch.Tensor, home: torch.device) -> torch.Tensor:
+        with self.waiting():
+            return result.to(home)
+
+    def _calling(self) -> AbstractContextManager[None]:
+        return self.revocation.calling() if self._native else nullcontext()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self.revocation.waiting() if self._native else nullcontext()
+
+    def confirm(self) -> None:
+        self.revocation.check()
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1))
@@ -316,29 +361,37 @@ class ProcessGroupCommunicator(Communicator):
         for rows in self._formed_rows:
             rows.close()
         self._formed_rows.clear()
-        if dist.is_initialized():
+        if self.revocation.aborted:
+            forget_aborted()
+        elif dist.is_initialized():
             dist.destroy_process_group()
 
 
+_Waiting = Callable[[], AbstractContextManager[None]]
+
+
 class _Reduction:
-    def __init__(self, work: dist.Work, staged: torch.Tensor, home: torch.device) -> None:
-        self._work, self._staged, self._home = work, staged, home
+    def __init__(self, work: dist.Work, staged: torch.Tensor, home: torch.device, waiting: _Waiting) -> None:
+        self._work, self._staged, self._home, self._waiting = work, staged, home, waiting
 
     def wait(self) -> torch.Tensor:
+        """Return the result, which may be wrong on a device: the guarded step and `confirm` find out."""
         try:
-            self._work.wait()
+            with self._waiting():
+                self._work.wait()
+                return self._staged.to(self._home)
         except RuntimeError as error:
             raise peer_lost(error) from error
-        return self._staged.to(self._home)
 
 
 class _Aside:
-    def __init__(self, arrived: torch.cuda.Event, result: torch.Tensor) -> None:
-        self._arrived, self._result = arrived, result
+    def __init__(self, arrived: torch.cuda.Event, result: torch.Tensor, waiting: _Waiting) -> None:
+        self._arrived, self._result, self._waiting = arrived, result, waiting
 
     def wait(self) -> torch.Tensor:
         try:
-            self._arrived.synchronize()
+            with self._waiting():
+                self._arrived.synchronize()
         except RuntimeError as error:
             raise peer_lost(error) from error
         return self._result

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hetexp.comm.communicator import peer_lost
 from hetexp.comm.compression import CHUNK, Compressor
+from hetexp.comm.connections.revocation import Revocation
 
 
 class Exchange(ABC):
@@ -96,10 +97,11 @@ class GroupExchange(Exchange):
 
     Args:
         group: `None`: the default one.
+        revocation: of the group; `None`: its ranks never give it up.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, revocation: Revocation | None = None) -> None:
+        self._group, self._revocation = group, revocation or Revocation()
         self.name = str(dist.get_backend(group))
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.takes_host = self.name == "gloo"
@@ -107,7 +109,9 @@ class GroupExchange(Exchange):
     def sum_(self, tensor: torch.Tensor) -> None:
         reduced = staged(tensor, self.name)
         try:
-            dist.all_reduce(reduced, group=self._group)
+            with self._revocation.calling():
+                work = dist.all_reduce(reduced, group=self._group, async_op=True)
+            work.wait()
         except RuntimeError as error:
             raise peer_lost(error) from error
         if reduced is not tensor:
@@ -117,7 +121,9 @@ class GroupExchange(Exchange):
         sent = tensor.to("cpu") if self.takes_host else tensor
         gathered = [torch.empty_like(sent) for _ in range(self.size)]
         try:
-            dist.all_gather(gathered, sent, group=self._group)
+            with self._revocation.calling():
+                work = dist.all_gather(gathered, sent, group=self._group, async_op=True)
+            work.wait()
         except RuntimeError as error:
             raise peer_lost(error) from error
         return [part.to(tensor.device) for part in gathered]

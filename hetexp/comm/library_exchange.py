@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import peer_lost
+from hetexp.comm.connections.revocation import Revocation, quiet_watchdog
 from hetexp.comm.connections.sockets import remembered
 from hetexp.comm.exchange import Exchange, staged
 from hetexp.comm.rendezvous import forming_timeout
@@ -30,6 +31,8 @@ class LibraryExchange(Exchange):
         size: of the group.
         timeout_seconds: longest wait in a collective.
         forming_seconds: longest wait for a connection of gloo, as in `form_group`.
+        revocation: of the group of all ranks; `None`: its ranks never give it up.
+        outlives: whether hetexp, and not the library, handles the loss of a rank.
 
     Raises:
         SetupError: this build of torch does not have the library, or the group did not form.
@@ -43,8 +46,11 @@ class LibraryExchange(Exchange):
         size: int,
         timeout_seconds: float,
         forming_seconds: float | None = None,
+        revocation: Revocation | None = None,
+        outlives: bool = False,
     ) -> None:
         self.name, self.rank, self.size = library, rank, size
+        self._revocation = revocation or Revocation()
         self.takes_host = library == "gloo"
         library_class = group_class(library)
         if library_class is None:
@@ -58,7 +64,9 @@ class LibraryExchange(Exchange):
                 set_library_timeout(self._group, limit)
             else:  # as torch.distributed itself does it
                 options = group_options(library_class, limit, size)
-                self._group = library_class(store, rank, size, options)
+                with quiet_watchdog() if outlives else nullcontext():
+                    self._group = library_class(store, rank, size, options)
+                self._revocation.groups.append(self._group)
         except RuntimeError as error:
             raise SetupError(f"the {library} group of {size} ranks did not form: {error}") from error
 
@@ -91,6 +99,8 @@ class LibraryExchange(Exchange):
 
     def _wait(self, start: Any) -> None:
         try:
-            start().wait()
+            with self._revocation.calling():
+                work = start()
+            work.wait()
         except RuntimeError as error:
             raise peer_lost(error) from error

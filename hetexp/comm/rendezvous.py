@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from hetexp.comm.communicator import Communicator, ProcessGroupCommunicator
 from hetexp.comm.connections.pulse import Pulse
+from hetexp.comm.connections.revocation import Revocation, quiet_watchdog
 from hetexp.comm.connections.sockets import remembered
 from hetexp.core.errors import HandshakeError, SetupError
 from hetexp.core.section import flatten
@@ -117,6 +119,8 @@ def form_group(
     device: torch.device,
     timeout_seconds: float,
     forming_seconds: float | None = None,
+    revocation: Revocation | None = None,
+    outlives: bool = False,
 ) -> Communicator:
     """Form the process group of all ranks.
 
@@ -124,13 +128,15 @@ def form_group(
         timeout_seconds: longest wait in a collective.
         forming_seconds: longest wait for a connection if all ranks are known to have begun, so that a rank
             that has died since does not delay the others. `None`: gloo waits as long as in a collective.
+        revocation: of the group; `None`: its ranks never give it up.
+        outlives: whether hetexp, and not the library, handles the loss of a rank.
 
     Raises:
         SetupError: the group did not form; contains torch's reason.
     """
     restart_group_count()  # a group that did not form on some ranks only would be counted there for ever
     try:
-        with remembered():
+        with remembered(), quiet_watchdog() if outlives else nullcontext():
             dist.init_process_group(
                 collective_backend,
                 store=dist.PrefixStore("group", store),
@@ -141,7 +147,7 @@ def form_group(
         if forming_seconds is not None and collective_backend == "gloo":
             set_default_timeout(timedelta(seconds=timeout_seconds))
         pulse = Pulse(dist.PrefixStore("life", store), rank, world_size, timeout_seconds)
-        communicator = ProcessGroupCommunicator(device, pulse)
+        communicator = ProcessGroupCommunicator(device, pulse, revocation=revocation)
         communicator.barrier()
     except RuntimeError as error:
         raise SetupError(

@@ -99,7 +99,8 @@ class StepMessage:
         if self.window is None:
             return
         before, count = self.window
-        local = [float(before + loss_sum.detach()), count + self.local_count]
+        with self._communicator.waiting():
+            local = [float(before + loss_sum.detach()), count + self.local_count]
         total, number = self._communicator.all_reduce(torch.tensor(local, dtype=torch.float64)).tolist()
         self.window_loss = total / number if number else None
 

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hetexp.comm.communicator import Communicator
+from hetexp.comm.connections.revocation import Revocation
 from hetexp.comm.connections.sockets import shut_all
 from hetexp.comm.connections.watched_store import WatchedStore, another_connection
 from hetexp.comm.exchange import Exchange, GroupExchange
@@ -50,6 +51,8 @@ _FAILED = "failed"
 """Key that a rank sets if a route fails."""
 _END_SECONDS = 10.0
 """Longest wait until a hanging route is aborted."""
+_HURRIED_END_SECONDS = 1.0
+"""The same wait after a loss, as the others wait for this rank to form the next group."""
 _ADVICE = {
     "nccl": "comm.env={NCCL_P2P_DISABLE: 1} keeps NCCL from reading another card's memory directly, "
     "comm.env={NCCL_DEBUG: INFO} makes it log more",
@@ -78,6 +81,10 @@ class Job:
     """Whether another thread than the training's sums, so that the two may not share the default group."""
     again: bool = False
     """Whether the run has trained before, with other members."""
+    outlives: bool = False
+    """Whether hetexp, and not a vendor's library, handles the loss of a rank."""
+    revocation: Revocation = field(default_factory=Revocation)
+    """Whether this rank has given up the group that forms."""
 
 
 @dataclass
@@ -130,13 +137,16 @@ def _first_that_works(
         attempts.append(attempt)
         if communicator is None and not attempt.native:
             limits = (job.timeout_seconds, FORMING_SECONDS if job.again else None)
-            communicator = form_group(store, job.rank, job.world_size, "gloo", job.device, *limits)
+            communicator = form_group(
+                store, job.rank, job.world_size, "gloo", job.device, *limits, job.revocation
+            )
         reason = _agreed(attempt, job)
         if reason is None:
             assert attempt.exchange is not None
             fallback = _fallback(failed, route, job.rank) if failed else None
             used = attempt.communicator or communicator
             assert used is not None
+            job.revocation.native = not route.libraries <= {"gloo", "shm"}
             return Transports(used, attempt.exchange, route, fallback)
         attempt.give_up()
         failed.append((route, reason))
@@ -160,6 +170,8 @@ class _Attempt:
         self._problem: str | None = None
         self._abandoned = False
         """Whether the thread hangs and is abandoned."""
+        self._obsolete = False
+        """Whether a member is lost, so that the route is not needed any more."""
 
     def run(self) -> str | None:
         """Form the route and sum known values; return the problem in a few words, if any.
@@ -174,7 +186,7 @@ class _Attempt:
         deadline = time.monotonic() + self._job.self_test_seconds
         while thread.is_alive() and time.monotonic() < deadline and not self._store.check([_FAILED]):
             if isinstance(self._job.store, WatchedStore) and self._job.store.obsolete():
-                self._abandoned = True
+                self._abandoned = self._obsolete = True
                 raise PeerLostError("the members of this training have changed during a self-test")
             thread.join(_LOOK_SECONDS)
         # Another rank's failure makes this rank's test fail, too, only a little later.
@@ -194,7 +206,7 @@ class _Attempt:
         """Close the exchanges, so that the device is free for the next route."""
         ending = threading.Thread(target=self._end, name="end-path", daemon=True)
         ending.start()
-        ending.join(_END_SECONDS)
+        ending.join(_HURRIED_END_SECONDS if self._obsolete else _END_SECONDS)
         if self.native and dist.is_initialized():  # it could not be aborted, and another one must form
             forget_default_group()
 
@@ -225,10 +237,17 @@ class _Attempt:
         if self.native:
             assert route.library is not None
             self.communicator = form_group(
-                store, job.rank, job.world_size, route.library, job.device, job.timeout_seconds
+                store,
+                job.rank,
+                job.world_size,
+                route.library,
+                job.device,
+                job.timeout_seconds,
+                revocation=job.revocation,
+                outlives=job.outlives,
             )
             if not job.separate:
-                return GroupExchange()
+                return GroupExchange(revocation=job.revocation)
         levels = []
         for height, groups in enumerate(route.levels):
             for number, group in enumerate(groups):
@@ -338,6 +357,7 @@ def _builder(job: Job) -> Build:
 
             return SharedMemoryExchange.form(store, rank, size, job.timeout_seconds, job.device)
         limits = (job.timeout_seconds, FORMING_SECONDS if job.again else None)
-        return LibraryExchange(group.library, store, rank, size, *limits)
+        outliving = (job.revocation, job.outlives)
+        return LibraryExchange(group.library, store, rank, size, *limits, *outliving)
 
     return build

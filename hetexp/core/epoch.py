@@ -106,6 +106,16 @@ def prepared_key(member: int) -> str:
     return f"prepared/{member}"
 
 
+def revoked_key(number: int, member: int) -> str:
+    """Return the store key that a member sets once it has given up the group before an urgent epoch."""
+    return f"revoked/{number}/{member}"
+
+
+def left_key(number: int, member: int) -> str:
+    """Return the store key that a member sets once it has ended its last step in an epoch's group."""
+    return f"left/{number}/{member}"
+
+
 def reformed_key(number: int) -> str:
     """Return the store key under which the first rank of an epoch reports how its group formed (JSON)."""
     return f"reformed/{number}"

@@ -65,6 +65,9 @@ class Plan:
     """The typed overrides, for the run's name."""
     route: Topology | None = None
     """How gradients, or weights, are summed over all ranks; `None`: by the process group of all ranks."""
+    aborts: bool = False
+    """Whether an abort ends a collective of the vendors' libraries that waits for a lost rank, for all
+    libraries that join these devices."""
     route_fallback: dict[str, str] | None = None
     """`from` and `to` which route, and the `reason`, if the planned route failed the self-test at the start.
     Ranks set it; it is not in the plan's file."""
@@ -172,13 +175,13 @@ class Plan:
 
     @property
     def reforms(self) -> bool:
-        """Whether ranks can leave their group and form another, because no vendor's library connects them.
+        """Whether ranks can leave their group and form another.
 
-        After the loss of a peer a rank cannot leave a collective of such a library, and its device may be
-        unusable afterwards.
+        A collective of gloo or shared memory fails if a rank is lost. One of a vendor's library waits for
+        ever, and must be aborted.
         """
-        libraries = {group.library for level in self.way.levels for group in level}
-        return self.collective_backend == "gloo" and libraries <= {"gloo", "shm"}
+        libraries = self.way.libraries | {self.collective_backend}
+        return self.aborts or libraries <= {"gloo", "shm"}
 
     @property
     def boundary_wire(self) -> Wire:

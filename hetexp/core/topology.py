@@ -43,6 +43,11 @@ class Topology:
         return " + ".join(dict.fromkeys(group.library for level in self.levels for group in level))
 
     @property
+    def libraries(self) -> frozenset[str]:
+        """The libraries of all groups."""
+        return frozenset(group.library for level in self.levels for group in level)
+
+    @property
     def library(self) -> str | None:
         """The library of one group of all ranks; `None` if there are several groups."""
         groups = [group for level in self.levels for group in level]

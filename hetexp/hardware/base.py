@@ -71,6 +71,8 @@ class Backend(ABC):
     """Prefix of its devices' ids, in small letters: `cuda` in `cuda:0`."""
     native_collective: ClassVar[str | None] = None
     """torch.distributed's backend for a group of only such devices, if the vendor has one."""
+    native_aborts: ClassVar[bool] = False
+    """Whether `abort` of that backend's process group ends collectives that wait for a lost rank."""
     vendor: ClassVar[str] = "cpu"
     """Maker of its cards, in small letters."""
     wheel: ClassVar[str] = "cpu"

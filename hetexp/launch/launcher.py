@@ -333,6 +333,7 @@ class _Run:
 
     def end(self) -> None:
         """End every process of the run: first by SIGTERM, then by SIGKILL; return when none is left."""
+        self.recovery.respawns.close()
         end_all(self.started, self._grace_seconds)
         if self._commands is not None:
             self._commands.close()

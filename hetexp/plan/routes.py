@@ -70,12 +70,19 @@ def routed(plan: Plan) -> Plan:
     """
     backend = plan.config.get("comm", {}).get("backend", "auto")
     plan = replace(plan, collective_backend=choose_collective(backend, plan.devices))
-    if plan.route is None:
-        return plan
-    route = choose_route(backend, plan.devices)
-    others = [reason for reason in plan.reasons if not reason.startswith(_PREFIX)]
-    why = [route_reason(route, plan.devices)] if route.levels else []
-    return replace(plan, route=route, reasons=(*others, *why))
+    if plan.route is not None:
+        route = choose_route(backend, plan.devices)
+        others = [reason for reason in plan.reasons if not reason.startswith(_PREFIX)]
+        why = [route_reason(route, plan.devices)] if route.levels else []
+        plan = replace(plan, route=route, reasons=(*others, *why))
+    return replace(plan, aborts=_aborts(plan))
+
+
+def _aborts(plan: Plan) -> bool:
+    """Return whether all vendors' libraries that join a plan's ranks can abort; true without any."""
+    used = plan.way.libraries | {plan.collective_backend}
+    backends = [backend_class(device.backend) for device in plan.devices]
+    return all(backend.native_aborts for backend in backends if backend.native_collective in used)
 
 
 def route_of_all(plan: Plan) -> Topology:

@@ -40,7 +40,9 @@ def evaluate(state: TrainState) -> dict[str, float]:
     if state.hooks.measures:
         measured = _all_reduce_measured(state, measured)
     result = _result(state, sums, counts, measured)
-    return result | _spliced(state) if state.source is not None else result
+    result |= _spliced(state) if state.source is not None else {}
+    state.communicator.confirm()
+    return result
 
 
 def _spliced(state: TrainState) -> dict[str, float]:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from hetexp.comm.communicator import ProcessGroupCommunicator, SoloCommunicator
 from hetexp.comm.connections.disposal import release_later
+from hetexp.comm.connections.revocation import Revocation
+from hetexp.comm.connections.watched_store import WatchedStore
 from hetexp.comm.forms import of_other_forms
 from hetexp.comm.hook import Averaging, CommHook, GradientHook
 from hetexp.comm.paced_exchange import PacedExchange
@@ -48,12 +50,14 @@ def connect(
     """
     comm, rank, device = state.config.comm, state.rank, state.device
     state.plan, state.exchange = plan, None
+    outlives = state.config.fault.survive and plan.reforms and state.strategy.reforms
     if plan.world_size == 1:
-        backend = plan.collective_backend
-        state.communicator = form_group(store, rank, 1, backend, device, comm.timeout_seconds)
+        backend, limit = plan.collective_backend, comm.timeout_seconds
+        state.communicator = form_group(store, rank, 1, backend, device, limit, outlives=outlives)
         return
     limits = comm.timeout_seconds, comm.self_test_seconds
-    job = Job(store, rank, plan.world_size, device, *limits, separate, again)
+    revocation = store.revocation if isinstance(store, WatchedStore) else Revocation()
+    job = Job(store, rank, plan.world_size, device, *limits, separate, again, outlives, revocation)
     formed = form_transports(routes_to_try(plan), job)
     if formed.fallback is not None:
         route = formed.route if plan.route is not None else None
@@ -80,6 +84,8 @@ def _row_exchange(job: Job, name: str) -> SharedMemoryExchange:
 
 def leave(state: TrainState) -> None:
     """Leave the other ranks, also in the midst of a collective; safe to call twice.
+
+    A group that a vendor's library joins must be aborted before (`RankRecovery`).
 
     Ranks that wait for this rank learn of it at once. Model, optimizer and device stay as they are.
     """

@@ -386,7 +386,8 @@ class MetricsWindow:
     def pause(self) -> None:
         """Wait for the device, and count the time until then."""
         self.state.backend.pause()
-        self.state.backend.synchronize()
+        with self.state.communicator.waiting():
+            self.state.backend.synchronize()
         now = time.perf_counter()
         self._seconds += now - self._resumed_at
         self._resumed_at = now

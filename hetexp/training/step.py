@@ -122,9 +122,10 @@ def guarded_step(
             update(state, step, microbatches, check.bad)
             if not state.config.trainer.check_sync_every:  # that compares gradients, too
                 set_gradients(owners, [None] * len(owners))  # now, while the device is busy
-        if check is not None and state.while_waiting is not None:
-            state.while_waiting()
-        finite = gradient.finite if check is None else check.finite()
+        with nullcontext() if buffers is None else buffers.put_back_on_error():
+            if check is not None and state.while_waiting is not None:
+                state.while_waiting()
+            finite = gradient.finite if check is None else check.finite()
         finite = bool(finite) and gradient.shortage is None
         if finite:
             break

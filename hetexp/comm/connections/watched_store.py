@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hetexp.comm.connections.revocation import Revocation
 from hetexp.core.errors import PeerLostError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
@@ -24,12 +25,16 @@ class WatchedStore(dist.Store):
         store: the launcher's.
         prefix: of each key.
         obsolete: returns whether the membership has changed; waits then raise.
+
+    Attributes:
+        revocation: whether this rank has given up the group that meets in the store.
     """
 
     def __init__(self, store: dist.Store, prefix: str, obsolete: Callable[[], bool]) -> None:
         super().__init__()
         self._store: Any = store
         self._prefix, self._obsolete = prefix, obsolete
+        self.revocation = Revocation()
 
     def obsolete(self) -> bool:
         """Return whether the membership has changed."""

@@ -30,6 +30,7 @@ class CudaBackend(CudaNamespaceBackend):
     vendor: ClassVar[str] = "nvidia"
     wheel: ClassVar[str] = "cuda"
     native_collective: ClassVar[str | None] = "nccl"
+    native_aborts: ClassVar[bool] = True
 
     @classmethod
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:

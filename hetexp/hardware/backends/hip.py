@@ -46,6 +46,7 @@ class HipBackend(CudaNamespaceBackend):
     vendor: ClassVar[str] = "amd"
     wheel: ClassVar[str] = "rocm"
     native_collective: ClassVar[str | None] = "nccl"
+    native_aborts: ClassVar[bool] = True
 
     @classmethod
     def cards(cls, machine: Machine, on_bus: Sequence[PciCard]) -> list[DetectedCard]:

@@ -161,6 +161,8 @@ class GroupRecovery:
         if report is not None:
             self._report_formed(report)
         self.respawns.poll()
+        if self.reforms:
+            self.respawns.keep_spare()
         lost = {member: self._frozen_failure(member) for member in self._health.frozen(self.present)}
         if not lost and not self.membership.forming:
             lost = {hung.member: self._hung_failure(hung) for hung in self._hangs.find_hung(self.present)}

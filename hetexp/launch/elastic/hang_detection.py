@@ -30,6 +30,8 @@ _MAIN = "run_rank"
 """A function in the stack of each rank's main thread, and in no other."""
 _WAITS = re.compile(r"hetexp/comm/|torch/distributed/|torch/autograd/graph\.py|torch/nn/parallel/")
 """Files whose functions take long only if they wait for other ranks."""
+_PAUSES = re.compile(r"/(threading|queue|contextlib)\.py$|torch/cuda/streams\.py$|hetexp/hardware/backends/")
+"""Files whose functions wait for whatever their caller waits for."""
 _LOADS = re.compile(r"hetexp/data/|torch/utils/data/")
 """Files that load samples, from a disk or a network that may be slow."""
 _BUILDS = re.compile(r"torch/_(dynamo|inductor|functorch)/|/triton/")
@@ -188,8 +190,8 @@ def innermost_frame(stack: str) -> str:
 
 
 def _own_frames(stack: str) -> list[tuple[str, str, str]]:
-    """Return the main thread's frames without those of Python's own waiting."""
-    return [frame for frame in _main_frames(stack) if not frame[0].endswith(("/threading.py", "/queue.py"))]
+    """Return the main thread's frames without those of Python's own waiting, and of waits for the device."""
+    return [frame for frame in _main_frames(stack) if not _PAUSES.search(frame[0])]
 
 
 def _main_frames(stack: str) -> list[tuple[str, str, str]]:

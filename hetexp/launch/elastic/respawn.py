@@ -14,7 +14,9 @@ from hetexp.core.epoch import prepared_key
 from hetexp.core.errors import SetupError
 from hetexp.core.plan import Plan
 from hetexp.launch.elastic.membership import Membership, write_plan
-from hetexp.launch.processes.members import Member, start_member
+from hetexp.launch.processes.hosts import is_here
+from hetexp.launch.processes.members import Member, start_member, start_of
+from hetexp.launch.processes.spare import Spares
 
 Report = Callable[[bool, str], None]
 """Callback(joined, message)."""
@@ -66,13 +68,20 @@ class Respawns:
         self._arriving: list[_Arrival] = []
         self._joining: dict[int, _Arrival] = {}
         self._tries: dict[str, int] = {}
+        self._failed: dict[str, int] = {}
+        """Device → starts in a row after which it did not take part."""
+        self._spares = Spares(config.launch.start_method)
 
     def after_loss(self, device: DeviceSpec) -> None:
-        """Restart a lost device after a pause, at most `fault.respawn` times."""
+        """Restart a lost device after a pause, at most `fault.respawn` times.
+
+        The pause doubles with each start in a row that has failed.
+        """
         fault, tries = self._config.fault, self._tries.get(device.id, 0)
         if tries < fault.respawn:
-            self._tries[device.id] = tries + 1
-            due = time.monotonic() + fault.respawn_seconds * 2**tries
+            failed = self._failed.get(device.id, 0)
+            self._tries[device.id], self._failed[device.id] = tries + 1, failed + 1
+            due = time.monotonic() + fault.respawn_seconds * 2**failed
             self._arriving.append(_Arrival(device, due, lambda done, text: self._show(text)))
 
     def start(self, device: DeviceSpec, report: Report, newcomer: Newcomer | None = None) -> None:
@@ -120,6 +129,21 @@ class Respawns:
                 self._arriving.remove(arrival)
                 self._join(arrival, arrival.member.number)
 
+    def keep_spare(self) -> None:
+        """Keep a process waiting for the next lost device, if the configuration allows it.
+
+        Its start does not slow down a device that joins.
+        """
+        fault, whole = self._config.fault, self._membership.whole
+        if fault.spare and fault.respawn and whole.world_size > 1 and not (self._arriving or self._joining):
+            path = Path(whole.run_dir) / "plan.json"
+            here = [rank for rank, device in enumerate(whole.devices) if is_here(device)]
+            self._spares.keep(start_of(whole, path, rank) for rank in here)
+
+    def close(self) -> None:
+        """End the processes that wait for a lost device."""
+        self._spares.close()
+
     def formed(self, step: int | None) -> None:
         """Report the devices that joined with the newest epoch.
 
@@ -129,6 +153,7 @@ class Respawns:
         for number in self._membership.joined:
             arrival = self._joining.pop(number, None)
             if arrival is not None:
+                self._failed.pop(arrival.device.id, None)
                 seconds = time.monotonic() - arrival.started
                 arrival.report(
                     True, f"{arrival.device} takes part from step {step} on, {seconds:.1f} s after its start"
@@ -156,7 +181,7 @@ class Respawns:
         try:
             write_plan(plan, path)
             arrival.member = start_member(
-                plan, path, rank, self._config.launch.start_method, number, joins=True
+                plan, path, rank, self._config.launch.start_method, number, True, self._spares
             )
         except (SetupError, OSError) as error:  # the others go on without it
             self._arriving.remove(arrival)

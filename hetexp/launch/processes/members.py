@@ -22,6 +22,7 @@ from hetexp.hardware.backend import environment_together
 from hetexp.launch.processes.failure import log_path, stack_path
 from hetexp.launch.processes.hosts import host_of, network_environment
 from hetexp.launch.processes.process import RankProcess, Start, rank_environment, signal_group, start_rank
+from hetexp.launch.processes.spare import Spares
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,13 @@ class Member:
 
 
 def start_member(
-    plan: Plan, plan_path: Path, rank: int, method: str, number: int | None = None, joins: bool = False
+    plan: Plan,
+    plan_path: Path,
+    rank: int,
+    method: str,
+    number: int | None = None,
+    joins: bool = False,
+    spares: Spares | None = None,
 ) -> Member:
     """Start the process of a rank.
 
@@ -47,32 +54,44 @@ def start_member(
         method: `launch.start_method`.
         number: of the member; `None`: that of the rank.
         joins: whether it joins a running training.
+        spares: waiting processes, one of which may become the rank.
 
     Raises:
         SetupError: it cannot be started.
         OSError: the disk has no room for its log.
     """
     device, number = plan.devices[rank], rank if number is None else number
-    path = log_path(Path(plan.run_dir), number)
-    start = Start(
-        plan_path=plan_path,
-        rank=rank,
-        interpreter=device.python or sys.executable,
-        environment=environment_of(plan, rank),
-        working_dir=plan.working_dir,
-        log_path=path,
-        member=number if joins else None,
-        store_port=plan.store_port,
-        checkpoint=plan.config.get("resume"),
-    )
-    host = host_of(device)
+    start = start_of(plan, plan_path, rank, number if joins else None)
+    path, host = start.log_path, host_of(device)
+    spare = spares.take(start.interpreter) if spares is not None and host is None else None
     try:
+        if spare is not None:
+            return Member(number, device, spare.become(start), path)
         process = start_rank(start, method) if host is None else host.start(start, method)
         return Member(number, device, process, path)
     except OSError as error:
         if no_room(error, Path(plan.run_dir)):
             raise
         raise SetupError(f"Rank {rank} on {device} cannot be started: {error}.") from error
+
+
+def start_of(plan: Plan, plan_path: Path, rank: int, member: int | None = None) -> Start:
+    """Return the parameters of a rank's process.
+
+    Args:
+        member: number of a member that joins a running training.
+    """
+    return Start(
+        plan_path=plan_path,
+        rank=rank,
+        interpreter=plan.devices[rank].python or sys.executable,
+        environment=environment_of(plan, rank),
+        working_dir=plan.working_dir,
+        log_path=log_path(Path(plan.run_dir), rank if member is None else member),
+        member=member,
+        store_port=plan.store_port,
+        checkpoint=plan.config.get("resume"),
+    )
 
 
 def pause_for(members: Sequence[Member], seconds: float) -> None:

@@ -103,22 +103,13 @@ class SubprocessRank:
     """A rank under its own interpreter, in a process group of its own.
 
     Its standard input is a pipe whose other end only the launcher holds (`end_with_launcher`).
+
+    Args:
+        process: that becomes the rank; `None`: a new one.
     """
 
-    def __init__(self, start: Start) -> None:
-        arguments = ["--plan", str(start.plan_path), "--rank", str(start.rank)]
-        if start.member is not None:
-            arguments += ["--member", str(start.member)]
-        with start.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [start.interpreter, "-c", RUN_WORKER, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=start.environment | {LAUNCHER_PID: str(os.getpid())},
-                cwd=start.working_dir,
-                start_new_session=True,
-            )
+    def __init__(self, start: Start, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._process = process if process is not None else _popen(start)
         self._sentinel = _sentinel(self._process.pid)
 
     @property
@@ -142,6 +133,22 @@ class SubprocessRank:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_seconds)
         self.poll()
+
+
+def _popen(start: Start) -> subprocess.Popen[bytes]:
+    arguments = ["--plan", str(start.plan_path), "--rank", str(start.rank)]
+    if start.member is not None:
+        arguments += ["--member", str(start.member)]
+    with start.log_path.open("ab") as log:
+        return subprocess.Popen(
+            [start.interpreter, "-c", RUN_WORKER, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=start.environment | {LAUNCHER_PID: str(os.getpid())},
+            cwd=start.working_dir,
+            start_new_session=True,
+        )
 
 
 class ForkedRank:
@@ -178,9 +185,16 @@ def start_rank(start: Start, method: str) -> RankProcess:
         OSError: the process cannot start, or the disk has no room for its log.
     """
     start.log_path.open("ab").close()
-    if method == "forkserver" and is_own(start.interpreter) and _forks_import_this_hetexp():
-        return ForkedRank(start)
-    return SubprocessRank(start)
+    return ForkedRank(start) if forks(start.interpreter, method) else SubprocessRank(start)
+
+
+def forks(interpreter: str, method: str) -> bool:
+    """Return whether ranks with an interpreter are forked.
+
+    Args:
+        method: `launch.start_method`.
+    """
+    return method == "forkserver" and is_own(interpreter) and _forks_import_this_hetexp()
 
 
 def _forks_import_this_hetexp() -> bool:
@@ -199,7 +213,7 @@ def _sentinel(pid: int) -> int | None:
         return None
 
 
-def signal_group(process: RankProcess, number: signal.Signals) -> None:
+def signal_group(process: RankProcess | subprocess.Popen[bytes], number: signal.Signals) -> None:
     """Send a signal to a rank and all processes that it started, even if the rank itself has ended."""
     if isinstance(process, Elsewhere):
         process.send(number, group=True)

@@ -13,9 +13,13 @@ from contextlib import contextmanager
 
 import torch
 
+from hetexp.core.errors import PeerLostError
 from hetexp.optimizer.build import FUSES
 from hetexp.training.nonfinite.loss_scale import largest_magnitude
 from hetexp.training.state import TrainState
+
+_REVOKED = -math.inf
+"""In place of the largest magnitude: the group was given up before the gradients were complete."""
 
 
 class GradCheck:
@@ -28,15 +32,31 @@ class GradCheck:
     def __init__(self, state: TrainState, gradients: Sequence[torch.Tensor], enabled: bool) -> None:
         largest = largest_magnitude(gradients) if enabled else None
         self.bad: torch.Tensor | None = None
-        """Whether a gradient is not finite, on the device; `None` if unchecked."""
+        """Whether a gradient is not finite or incomplete, on the device; `None` if unchecked."""
         self._read: Callable[[], float] | None = None
+        self._revocation = state.communicator.revocation
+        revoked = self._revocation.snapshot(state.device) if self._revocation.native else None
+        if revoked is not None:
+            largest = torch.zeros((), device=state.device) if largest is None else largest
+            largest = torch.where(revoked, _REVOKED, largest)
         if largest is not None:
             self.bad = ~torch.isfinite(largest)
             self._read = state.backend.read_later(largest)
 
     def finite(self) -> bool:
-        """Return whether all gradients are finite; waits for the device's check."""
-        return self._read is None or math.isfinite(self._read())
+        """Return whether all gradients are finite; waits for the device's check.
+
+        Raises:
+            PeerLostError: a rank was lost, and the gradients are incomplete.
+        """
+        if self._read is None:
+            return True
+        # In this frame only if the group may be revoked: `hang_detection` takes it for a wait for others.
+        native = self._revocation.native
+        largest = self._revocation.wait_for(self._read) if native else self._read()
+        if largest == _REVOKED:
+            raise PeerLostError("the members of this training have changed in the midst of a step")
+        return math.isfinite(largest)
 
 
 def may_be_skipped(state: TrainState) -> bool:

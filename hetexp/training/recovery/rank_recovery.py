@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from hetexp.comm.connections.lost import is_peer_lost
+from hetexp.comm.connections.revocation import Revocation
 from hetexp.comm.connections.sockets import shut_all
-from hetexp.comm.connections.watched_store import WatchedStore
+from hetexp.comm.connections.watched_store import WatchedStore, another_connection
 from hetexp.comm.rendezvous import all_gather_json
-from hetexp.core.epoch import Epoch, plan_key, prepared_key, reformed_key
+from hetexp.core.epoch import Epoch, left_key, plan_key, prepared_key, reformed_key, revoked_key
 from hetexp.core.errors import HandshakeError, HetexpError, PeerLostError, SetupError
 from hetexp.core.lines import last_rows
 from hetexp.core.plan import Plan
@@ -29,7 +32,7 @@ from hetexp.training.group import versions
 from hetexp.training.recovery.carried import Carried
 from hetexp.training.recovery.handover import receive_state, send_state
 from hetexp.training.recovery.rank_commands import RankCommands
-from hetexp.training.recovery.watch import LauncherNews
+from hetexp.training.recovery.watch import HURRIED_SECONDS, LauncherNews
 from hetexp.training.wiring import start_loggers
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.02
+"""Pause between two looks at whether a group has ended."""
 LINES = 2**18
 """Bytes at the end of `metrics.jsonl` that contain the lines of the last step."""
 
@@ -55,17 +60,21 @@ class RankRecovery:
 
     def __init__(self, store: dist.Store, member: int) -> None:
         self.member = member
-        self._launcher = store
-        self._watch = LauncherNews(store, shut_all)
+        self._launcher = self._aside = store
+        """The launcher's store; `_aside` is a connection for the threads that revoke groups."""
+        self._watch = LauncherNews(store, self._broken)
         self.requests = RankCommands(store)
         self.epoch = 0
         """Number of the epoch whose group this rank is in, or is about to form."""
         self._forming = False
-        self.store: dist.Store = WatchedStore(store, "", self._obsolete)
+        self.store = WatchedStore(store, "", self._obsolete)
         """The group's store; its waits end if a member is gone."""
+        self._members: tuple[int, ...] = ()
+        """Members of the group; empty: those of the run's start."""
 
     def start(self) -> None:
         """Start watching for epochs and requests."""
+        self._aside = another_connection(self._launcher)
         self._watch.start()
 
     def stop(self) -> None:
@@ -95,30 +104,96 @@ class RankRecovery:
     def rejoin(self, training: Training, error: Exception | None = None) -> None:
         state = training.state
         lost = error is not None
-        if error is not None and not (state.survives and is_peer_lost(error)):
+        if error is not None and not (state.survives and self._of_a_loss(error)):
             raise error
         if error is not None:
             log.warning("A member of the group is lost (%s).", str(error).partition("\n")[0])
         began = time.monotonic()
         # Before this rank waits, so that the others learn at once that it has left.
         state.doing = "waiting"
-        state.engine.leave()
         training.carried = Carried.of(state)
         while True:
-            epoch = self._next_epoch(training, error)
+            epoch = self._left_for(training, error)
             if self.member not in epoch.members:
                 raise DismissedError(f"the training goes on without member {self.member}")
             try:
                 self._join(training, epoch, lost, began)
-            except (PeerLostError, HandshakeError, SetupError, RuntimeError) as failed:
-                if isinstance(failed, RuntimeError) and not is_peer_lost(failed):
+            except Exception as failed:
+                if not (isinstance(failed, (HandshakeError, SetupError)) or self._of_a_loss(failed)):
                     raise
                 log.warning("The group of epoch %d did not form: %s", epoch.number, failed)
                 error, lost = failed, True
                 state.doing = "waiting"
-                state.engine.leave()
                 continue
             return
+
+    def _of_a_loss(self, error: Exception) -> bool:
+        """Return whether an error follows from the loss of a rank.
+
+        Any does in a group that is given up, whose collectives return wrong numbers.
+        """
+        return is_peer_lost(error) or (self.store.revocation.native and self.store.revocation.revoked)
+
+    def _left_for(self, training: Training, error: Exception | None) -> Epoch:
+        """Leave the group and return the next epoch.
+
+        Raises:
+            Exception: the error that broke the group, if no epoch comes, or a collective cannot be ended.
+        """
+        revocation, limit = self.store.revocation, training.state.config.comm.timeout_seconds
+        if revocation.native:
+            began = time.monotonic()
+            revocation.leave()
+            if error is None:
+                self._end_together(training)
+            if not self._has_ended(training, revocation, limit):
+                raise error or PeerLostError("the collectives of the last group did not end")
+            log.info("The group's collectives have ended after %.2f s.", time.monotonic() - began)
+        training.state.engine.leave()
+        return self._next_epoch(training, error)
+
+    def _has_ended(self, training: Training, revocation: Revocation, seconds: float) -> bool:
+        """Return whether the group's collectives end within this time."""
+        deadline = time.monotonic() + seconds
+        while not revocation.wait_for_abort(_LOOK_SECONDS) and time.monotonic() < deadline:
+            if self._watch.broken_since(self.epoch):  # the launcher need not publish another epoch
+                training.state.doing = "leaving"
+            if revocation.failed:
+                return False
+        return revocation.aborted
+
+    def _end_together(self, training: Training) -> None:
+        """End the group's collectives after its last step, once no member needs another's messages."""
+        members = self._members or tuple(range(training.state.plan.world_size))
+        self._launcher.set(left_key(self.epoch, self.member), "")
+        keys, pause = [left_key(self.epoch, member) for member in members], threading.Event()
+        while not self._launcher.check(keys):
+            if self._watch.broken_since(self.epoch):  # the thread of that epoch ends the collectives
+                return
+            pause.wait(HURRIED_SECONDS)
+        self.store.revocation.abort()
+
+    def _broken(self, epoch: Epoch) -> None:
+        """End all waits for lost members; the thread that watches calls it."""
+        shut_all()
+        revocation = self.store.revocation
+        threading.Thread(target=self._revoke, args=(revocation, epoch), name="revoke", daemon=True).start()
+
+    def _revoke(self, revocation: Revocation, epoch: Epoch) -> None:
+        """Give up the group before an urgent epoch, and end its collectives once all have given it up."""
+        revocation.revoke()
+        store, pause = self._aside, threading.Event()
+        with suppress(RuntimeError):  # the launcher is gone, and this process about to follow it
+            store.set(revoked_key(epoch.number, self.member), "")
+            if not revocation.native:
+                return
+            while True:
+                newest = self._watch.members if self._watch.epoch > epoch.number else epoch.members
+                living = set(epoch.members) & set(newest)
+                if store.check([revoked_key(epoch.number, member) for member in living]):
+                    break
+                pause.wait(HURRIED_SECONDS)
+            revocation.abort()
 
     def _next_epoch(self, training: Training, error: Exception | None) -> Epoch:
         """Return the next epoch; raise the error that broke the present one if none comes."""
@@ -136,6 +211,9 @@ class RankRecovery:
         state = training.state
         state.doing, self._forming, self.epoch = "forming", True, epoch.number
         self.store = store = WatchedStore(self._launcher, epoch.topic, self._obsolete)
+        self._members = epoch.members
+        if self._watch.broken_since(epoch.number):
+            raise PeerLostError("the members of this training have changed")
         plan = Plan.from_json(self._launcher.get(plan_key(epoch.number))).placed_as(state.plan)
         rank = epoch.members.index(self.member)
         donor = -1

@@ -26,11 +26,11 @@ class LauncherNews:
 
     Args:
         store: the launcher's.
-        broken: called first when an epoch says that a member is gone, so that a rank that waits for that
-            member in a collective leaves it.
+        broken: called first with an epoch that says that a member is gone, so that a rank that waits for
+            that member in a collective leaves it; it must not wait.
     """
 
-    def __init__(self, store: dist.Store, broken: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, store: dist.Store, broken: Callable[[Epoch], object] = lambda epoch: None) -> None:
         self._store, self._broken = store, broken
         self._changed = threading.Condition()
         self._epoch = Epoch(self._latest(LATEST), (), "")
@@ -55,6 +55,11 @@ class LauncherNews:
     def epoch(self) -> int:
         """Number of the newest epoch."""
         return self._epoch.number
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Members of the newest epoch; empty before the first change."""
+        return self._epoch.members
 
     @property
     def request(self) -> int:
@@ -104,9 +109,8 @@ class LauncherNews:
 
     def _take(self, epoch: Epoch) -> None:
         if epoch.urgent:
-            self._broken()
+            self._urgent = epoch.number  # first: a group that begins to form just now must see it
+            self._broken(epoch)
         with self._changed:
             self._epoch = epoch
-            if epoch.urgent:
-                self._urgent = epoch.number
             self._changed.notify_all()

@@ -189,7 +189,7 @@ def test_a_native_group_that_fails_gives_way_to_gloo(monkeypatch: pytest.MonkeyP
     """Alone, so that the one default group of this process can be the rank's."""
     asked: list[str] = []
 
-    def formed(store: dist.Store, rank: int, size: int, library: str, *_: Any) -> Communicator:
+    def formed(store: dist.Store, rank: int, size: int, library: str, *_: Any, **__: Any) -> Communicator:
         asked.append(library)
         dist.init_process_group("gloo", store=dist.PrefixStore(library, store), rank=0, world_size=1)
         return SoloCommunicator()

@@ -140,6 +140,14 @@ def test_the_plan_says_what_carries_the_exchange() -> None:
     assert plan(CPU[:1], route=Topology()).reasons == ()
 
 
+def test_ranks_form_another_group_if_their_libraries_can_abort() -> None:
+    xpu = [replace(device, id=f"xpu:{place}", backend="xpu") for place, device in enumerate(CUDA)]
+    for devices, able in ((CUDA, True), ([*CUDA[:2], CPU[0]], True), (CPU, True), (xpu, False)):
+        assert plan(devices, route=Topology()).reforms is able
+    assert not plan([*xpu[:2], CPU[0]], route=Topology()).reforms
+    assert plan([xpu[0], CPU[0]], route=Topology()).reforms  # shared memory joins them
+
+
 def test_a_strategy_without_a_large_exchange_tries_its_process_group() -> None:
     assert plan(CUDA).route is None
     assert plan(CUDA).reasons == ()

@@ -143,6 +143,9 @@ def test_stacks() -> None:
     assert not waits(SLEEPS)
     assert not waits("")
     assert waits(stack("/x/torch/autograd/graph.py"))
+    reads = ("/x/torch/cuda/streams.py", "/x/hetexp/hardware/backends/cuda.py")
+    assert waits(stack(*reads, "/x/hetexp/comm/connections/revocation.py"))  # for NCCL's kernels
+    assert not waits(stack(*reads, "/x/hetexp/training/nonfinite/grad_check.py"))  # for its own device
     deep = WAITS.replace("run_rank", "something")  # the end of a deep stack is cut off
     assert waits(deep)
     assert innermost_frame(SLEEPS) == "inner (/home/me/model.py:7)"

@@ -22,7 +22,8 @@ def publish(store: dist.Store, epoch: Epoch) -> None:
 
 def test_the_newest_epoch_is_known(store: dist.Store) -> None:
     broken: list[int] = []
-    watch = LauncherNews(store, lambda: broken.append(watch.epoch))
+    watch: LauncherNews
+    watch = LauncherNews(store, lambda epoch: broken.append(watch.epoch))
     watch.start()
     assert watch.newest_after(0, 0.01) is None
     publish(store, Epoch(1, (0, 2), "/plan"))

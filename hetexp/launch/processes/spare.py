@@ -1,0 +1,205 @@
+"""A process that has imported all that a rank needs, and waits until a lost device needs it.
+
+The import of torch, of hetexp and of the run's own modules takes most of a rank's start. A spare process has
+opened no device, so that it can drive any that its interpreter can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hetexp.core.plan import Plan
+from hetexp.hardware.backend import VISIBILITY
+from hetexp.hardware.backends.sysfs import host_memory
+from hetexp.hardware.detection.machine import Machine
+from hetexp.launch.environments.interpreter import RUN_WORKER
+from hetexp.launch.processes.parent_death import die_with_parent
+from hetexp.launch.processes.process import LAUNCHER_PID, Start, SubprocessRank, forks, signal_group
+
+AFTER_SECONDS = 5.0
+"""Pause before a spare process starts: its imports compete with the first steps, and short runs need none."""
+BETWEEN_SECONDS = 1.0
+"""Pause between two starts, and before the host's memory is looked at again."""
+LEAST_BYTES = 4 * 2**30
+"""Memory that the host must have left, of which a spare process takes about a tenth."""
+LOG = "spare.log"
+_DRIVERS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+"""Device files that a process has open once it has chosen its devices."""
+
+
+class Spare:
+    """One waiting process.
+
+    Args:
+        start: of any rank with the same interpreter.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self.interpreter = start.interpreter
+        hidden = {key: value for key, value in start.environment.items() if key not in VISIBILITY}
+        with (start.log_path.parent / LOG).open("ab") as log:
+            self._process = subprocess.Popen(
+                [start.interpreter, "-c", RUN_WORKER, "--spare", str(start.plan_path)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=hidden | {LAUNCHER_PID: str(os.getpid())},
+                cwd=start.working_dir,
+                start_new_session=True,
+            )
+
+    @property
+    def waits(self) -> bool:
+        """Whether the process lives."""
+        return self._process.poll() is None
+
+    def become(self, start: Start) -> SubprocessRank:
+        """Make the process a rank.
+
+        Raises:
+            OSError: it has ended.
+        """
+        order = {
+            "plan": str(start.plan_path),
+            "rank": start.rank,
+            "member": start.member,
+            "environment": start.environment | {LAUNCHER_PID: str(os.getpid())},
+            "working_dir": start.working_dir,
+            "log": str(start.log_path),
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        return SubprocessRank(start, self._process)
+
+    def end(self) -> None:
+        """Kill the process, and return when it has ended."""
+        signal_group(self._process, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+class Spares:
+    """The spare processes of a run: at most one an interpreter, on this machine.
+
+    Args:
+        method: `launch.start_method`. A fork server has imported everything anyway.
+    """
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._spares: dict[str, Spare] = {}
+        self._not_before = time.monotonic() + AFTER_SECONDS
+        self._closed = False
+
+    def keep(self, starts: Iterator[Start]) -> None:
+        """Start the next process that is missing, if it is time and the host has memory.
+
+        Args:
+            starts: a start of each device of this machine.
+        """
+        if self._closed or time.monotonic() < self._not_before:
+            return
+        for start in starts:
+            if start.interpreter in self._spares or forks(start.interpreter, self._method):
+                continue
+            self._not_before = time.monotonic() + BETWEEN_SECONDS
+            if _free_bytes() < LEAST_BYTES:
+                return
+            with contextlib.suppress(OSError):  # a full disk, say: a lost device then starts without it
+                self._spares[start.interpreter] = Spare(start)
+            return
+
+    def take(self, interpreter: str) -> Spare | None:
+        """Return a waiting process of an interpreter, if there is one; it then belongs to the caller.
+
+        A process that has ended is not replaced, as the next one would end as well.
+        """
+        spare = self._spares.get(interpreter)
+        if spare is None or not spare.waits:
+            return None
+        del self._spares[interpreter]
+        return spare
+
+    def close(self) -> None:
+        """End all that still wait."""
+        self._closed = True
+        for spare in self._spares.values():
+            spare.end()
+        self._spares.clear()
+
+
+def wait_for_order(plan_path: Path) -> tuple[Path, int, int | None]:
+    """Import everything, wait until the launcher needs a rank, and take that rank's place.
+
+    Returns:
+        Plan, rank and member of the rank. The process ends if it is not needed, or fits no device.
+    """
+    die_with_parent(int(os.environ[LAUNCHER_PID]))
+    _import_all(Plan.read(plan_path))
+    if _has_driver_open():
+        print("An imported module has opened a device, so that this process can drive no other.", flush=True)
+        sys.exit(1)
+    text = b""
+    while not text.endswith(b"\n"):
+        part = os.read(sys.stdin.fileno(), 2**16)
+        if not part:  # the launcher has ended
+            sys.exit(0)
+        text += part
+    order: dict[str, Any] = json.loads(text)
+    log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["working_dir"])
+    return Path(order["plan"]), order["rank"], order["member"]
+
+
+def _import_all(plan: Plan) -> None:
+    """Import all that a rank of a plan uses, as far as that is possible."""
+    sys.path += [path for path in plan.import_paths if path not in sys.path]
+    for name in ("hetexp.launch.processes.preload", *_modules_of(plan.config)):
+        with contextlib.suppress(Exception):  # the rank itself reports it
+            importlib.import_module(name)
+
+
+def _modules_of(config: Any) -> Iterator[str]:
+    """Yield the modules of all `_target_` in a configuration."""
+    if isinstance(config, dict):
+        target = config.get("_target_")
+        if isinstance(target, str) and "." in target:
+            yield target.rpartition(".")[0]
+        for value in config.values():
+            yield from _modules_of(value)
+    elif isinstance(config, list):
+        for value in config:
+            yield from _modules_of(value)
+
+
+def _has_driver_open() -> bool:
+    folder = Path("/proc/self/fd")
+    links = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            links.append(str(entry.readlink()))
+    return any(link.startswith(_DRIVERS) for link in links)
+
+
+def _free_bytes() -> float:
+    """Return the host's memory that is left; infinite if the system does not tell."""
+    available = host_memory(Machine())[1]
+    return math.inf if available is None else available
