@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -91,9 +92,15 @@ class FakeGroup:
                 self.barrier.abort()
                 raise
 
-        with ThreadPoolExecutor(self.world_size) as pool:
-            futures = [pool.submit(run_rank, rank) for rank in range(self.world_size)]
-            errors = [e for e in (f.exception() for f in futures) if e is not None]
+        # A collection in `torch.get_rng_state`, which holds a lock and lets other threads run, would deadlock
+        # with another thread in it.
+        gc.disable()
+        try:
+            with ThreadPoolExecutor(self.world_size) as pool:
+                futures = [pool.submit(run_rank, rank) for rank in range(self.world_size)]
+                errors = [e for e in (f.exception() for f in futures) if e is not None]
+        finally:
+            gc.enable()
         if errors:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
         return [future.result() for future in futures]

@@ -62,9 +62,9 @@ class FaultConfig(Section):
     """Number of times that a lost device is restarted."""
     respawn_seconds: PositiveFloat = 1.0
     """Pause before a restart; it doubles each time that the device does not come to train."""
-    spare: bool = True
-    """Whether a process that has imported everything waits for the next lost device. It takes some 0.5 GiB of
-    host memory, and starts only if 4 GiB are free."""
+    spare: bool | None = None
+    """Whether two processes that have imported everything wait for the next lost devices; `null`: if a rank
+    drives a card. Each takes some 0.5 GiB of host memory, and starts only if 4 GiB are free."""
     stop_seconds: PositiveFloat = 30.0
     """Longest time for the last checkpoint, once a stop is requested."""
 

@@ -130,14 +130,17 @@ class Respawns:
                 self._join(arrival, arrival.member.number)
 
     def keep_spare(self) -> None:
-        """Keep a process waiting for the next lost device, if the configuration allows it.
+        """Keep processes waiting for the next lost devices, if the configuration allows it.
 
         Its start does not slow down a device that joins.
         """
         fault, whole = self._config.fault, self._membership.whole
-        if fault.spare and fault.respawn and whole.world_size > 1 and not (self._arriving or self._joining):
+        here = [rank for rank, device in enumerate(whole.devices) if is_here(device)]
+        wanted = fault.spare
+        if wanted is None:
+            wanted = any(whole.devices[rank].backend not in ("cpu", "emulated") for rank in here)
+        if wanted and fault.respawn and whole.world_size > 1 and not (self._arriving or self._joining):
             path = Path(whole.run_dir) / "plan.json"
-            here = [rank for rank, device in enumerate(whole.devices) if is_here(device)]
             self._spares.keep(start_of(whole, path, rank) for rank in here)
 
     def close(self) -> None:

@@ -31,6 +31,8 @@ AFTER_SECONDS = 5.0
 """Pause before a spare process starts: its imports compete with the first steps, and short runs need none."""
 BETWEEN_SECONDS = 1.0
 """Pause between two starts, and before the host's memory is looked at again."""
+EACH = 2
+"""Spare processes of an interpreter: a second loss may follow before another one has imported everything."""
 LEAST_BYTES = 4 * 2**30
 """Memory that the host must have left, of which a spare process takes about a tenth."""
 LOG = "spare.log"
@@ -92,7 +94,7 @@ class Spare:
 
 
 class Spares:
-    """The spare processes of a run: at most one an interpreter, on this machine.
+    """The spare processes of a run on this machine: a few of each interpreter.
 
     Args:
         method: `launch.start_method`. A fork server has imported everything anyway.
@@ -100,7 +102,7 @@ class Spares:
 
     def __init__(self, method: str) -> None:
         self._method = method
-        self._spares: dict[str, Spare] = {}
+        self._spares: dict[str, list[Spare]] = {}
         self._not_before = time.monotonic() + AFTER_SECONDS
         self._closed = False
 
@@ -113,31 +115,33 @@ class Spares:
         if self._closed or time.monotonic() < self._not_before:
             return
         for start in starts:
-            if start.interpreter in self._spares or forks(start.interpreter, self._method):
+            waiting = self._spares.setdefault(start.interpreter, [])
+            if len(waiting) >= EACH or forks(start.interpreter, self._method):
                 continue
             self._not_before = time.monotonic() + BETWEEN_SECONDS
             if _free_bytes() < LEAST_BYTES:
                 return
             with contextlib.suppress(OSError):  # a full disk, say: a lost device then starts without it
-                self._spares[start.interpreter] = Spare(start)
+                waiting.append(Spare(start))
             return
 
     def take(self, interpreter: str) -> Spare | None:
-        """Return a waiting process of an interpreter, if there is one; it then belongs to the caller.
+        """Return the oldest waiting process of an interpreter, which then belongs to the caller, if any.
 
         A process that has ended is not replaced, as the next one would end as well.
         """
-        spare = self._spares.get(interpreter)
-        if spare is None or not spare.waits:
-            return None
-        del self._spares[interpreter]
+        waiting = self._spares.get(interpreter, [])
+        spare = next((spare for spare in waiting if spare.waits), None)
+        if spare is not None:
+            waiting.remove(spare)
         return spare
 
     def close(self) -> None:
         """End all that still wait."""
         self._closed = True
-        for spare in self._spares.values():
-            spare.end()
+        for waiting in self._spares.values():
+            for spare in waiting:
+                spare.end()
         self._spares.clear()
 
 
