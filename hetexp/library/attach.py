@@ -24,7 +24,8 @@ def attach(state: TrainState, called: Called, call: Call) -> None:
     num_bytes = sum(t.numel() * t.element_size() for t in tensors(call))
     state.input_bytes = num_bytes // max(1, num_samples(call))
     state.backend.attach(called, state.optimizer, call)
-    state.strategy.attach_group(state.module, state.communicator, call, state.backend.waiting)
+    with state.autocast():  # else a trial pass of these samples would take twice a step's memory
+        state.strategy.attach_group(state.module, state.communicator, call, state.backend.waiting)
 
 
 def find_time_scale(state: TrainState, call: Call, has_samples: bool) -> None:

@@ -73,7 +73,8 @@ class Replica(Engine):
             agree_on_state()
         inner = state.compiled if state.compiled is not None else state.model
         state.module = strategy.wrap(inner, state.device)
-        strategy.attach_group(state.module, state.communicator, state.example, state.backend.waiting)
+        with state.autocast():
+            strategy.attach_group(state.module, state.communicator, state.example, state.backend.waiting)
         state.guard = recovering_guard(state, self.recovers_together)
         self.attach_exchange(store)
 

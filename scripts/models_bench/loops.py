@@ -70,6 +70,8 @@ class Job:
             sampler=sampler,
             drop_last=True,
             num_workers=self.workers,
+            # torch's own default, which the fork server that made this rank has changed.
+            multiprocessing_context="fork" if self.workers else None,
             persistent_workers=self.workers > 0,
             pin_memory=self.on_card,
             collate_fn=self.task.collate or default_collate,

@@ -18,7 +18,7 @@ import torch
 from hetexp.core.errors import HetexpError, SetupError
 from hetexp.hardware.backend import Backend
 from hetexp.model.base import WithAuxiliary
-from hetexp.torch_private import scale_all_
+from hetexp.torch_private import scale_all_, tree_map_only
 
 
 class NonFiniteError(HetexpError):
@@ -120,7 +120,10 @@ def unscale_and_check(gradients: Sequence[torch.Tensor], loss_scale: LossScale |
 
 
 def widened(output: Any) -> Any:
-    """Return a model's output with half-precision tensors in float32, as sums over a batch need."""
+    """Return a model's output with half-precision tensors in float32, as sums over a batch need.
+
+    An object with a loss of its own stays as it is: its logits may be a step's largest tensors.
+    """
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if type(output) in (tuple, list):
@@ -129,7 +132,9 @@ def widened(output: Any) -> Any:
         return WithAuxiliary(*map(widened, output))
     if type(output) is dict:
         return {key: widened(item) for key, item in output.items()}
-    return output
+    return (
+        output if getattr(output, "loss", None) is not None else tree_map_only(torch.Tensor, widened, output)
+    )
 
 
 def check_device(backend: Backend, precision: str) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -137,6 +137,20 @@ def test_a_sum_never_has_half_the_digits() -> None:
     assert output["c"][1] == "x"
     full = torch.ones(2)
     assert widened(full) is full
+
+
+def test_objects_of_half_precision_are_widened_unless_they_have_a_loss() -> None:
+    half = torch.ones(3, dtype=torch.bfloat16)
+    named = widened(Answer(half, None))
+    assert named.sample.dtype is torch.float32
+    assert isinstance(named, Answer)
+    own = Answer(half, torch.ones(()))
+    assert widened(own) is own  # logits stay as they are
+
+
+class Answer(NamedTuple):
+    sample: torch.Tensor
+    loss: torch.Tensor | None
 
 
 class Summing(Loss):
