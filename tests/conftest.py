@@ -191,7 +191,9 @@ def _shared_memory() -> set[str]:
     if not SHARED_MEMORY.is_dir():
         return set()
     # The database of the tests of the monitor belongs to their session, and maybe to one beside this one.
-    return {entry.name for entry in SHARED_MEMORY.iterdir() if not entry.name.startswith("PostgreSQL.")}
+    # The C library gives a semaphore a random name for the moment in which any process makes it.
+    names = {entry.name for entry in SHARED_MEMORY.iterdir() if not entry.name.startswith("PostgreSQL.")}
+    return {name for name in names if not re.fullmatch(r"sem\.[A-Za-z0-9]{6}", name)}
 
 
 @pytest.fixture

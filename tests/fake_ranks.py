@@ -10,8 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from hetexp.comm.communicator import Communicator, Pending, ReduceOp
+from hetexp.comm.communicator import Communicator, ReduceOp
 from hetexp.comm.exchange import Exchange
+from hetexp.comm.pending import Pending
 
 Result = TypeVar("Result")
 

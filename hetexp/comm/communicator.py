@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hetexp.comm.connections.pulse import Pulse
 from hetexp.comm.connections.revocation import Revocation, forget_aborted
 from hetexp.comm.connections.sockets import remembered, shut_all
+from hetexp.comm.pending import Pending, RowExchange
 from hetexp.core.errors import PeerLostError, SetupError
 
 log = logging.getLogger(__name__)
@@ -28,31 +29,6 @@ MOST_ASIDE_BYTES = 1 << 16
 
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch's name for it since 2.13, which deprecates the other."""
-
-
-class Pending(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> torch.Tensor:
-        """Return the result, on the device of the original tensor."""
-        ...
-
-
-class RowExchange(Protocol):
-    """Exchanges small tensors of the host between ranks that are all on it."""
-
-    def sum_(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its sum over all ranks."""
-
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """Return every rank's row [length] as one tensor [ranks, length]."""
-        ...
-
-    def abandon(self) -> None:
-        """Let ranks that wait for this rank fail."""
-
-    def close(self) -> None:
-        """Free the memory."""
 
 
 class Communicator(ABC):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hetexp.comm.communicator import Communicator, Pending
+from hetexp.comm.communicator import Communicator
+from hetexp.comm.pending import Pending
 
 _PART = 2**32
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from hetexp.core.split import Split
 from hetexp.data.in_memory import Rows, rows_of
 from hetexp.data.page_locked import PageLocked
-from hetexp.data.prefetch import is_prefetchable, prefetched
+from hetexp.data.prefetch import may_thread, prefetched
 from hetexp.data.sampler import GlobalSampler, Indices, Position
 from hetexp.data.samples import Collate, Explained, read, stacks
 from hetexp.data.streams.passes import Mark
@@ -124,7 +124,7 @@ def local_batches(
         torch.empty((), dtype=torch.int64).random_()
     load = _Microbatches(dataset, collate, PageLocked(page_locked))
     batches = (step.filled([load[indices] for indices in step.microbatches], load) for step in drawn)
-    if threaded and _may_thread(dataset, collate):
+    if threaded and may_thread(dataset, collate):
         yield from prefetched(batches, THREAD_AHEAD)
     else:
         yield from batches
@@ -144,18 +144,7 @@ def read_ahead(
     """
     if num_workers:
         return prefetch_factor * (1 if isinstance(dataset, Stream) else num_workers)
-    return THREAD_AHEAD if in_waits or _may_thread(dataset, collate) else 0
-
-
-def reads_in_waits(dataset: Dataset[Any], num_workers: int, collate: Callable[[list[Any]], Any]) -> bool:
-    """Return whether neither a process nor a thread loads the samples, so that the step's waits may."""
-    return not num_workers and not isinstance(dataset, Stream) and not _may_thread(dataset, collate)
-
-
-def _may_thread(dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> bool:
-    """Return whether loading in a thread changes no result; a user's collate function may draw numbers."""
-    is_own = collate.is_own if isinstance(collate, Collate) else not stacks(collate)
-    return not is_own and is_prefetchable(dataset)
+    return THREAD_AHEAD if in_waits or may_thread(dataset, collate) else 0
 
 
 def chop(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:

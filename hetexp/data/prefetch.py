@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Dataset, Subset
 
 from hetexp.data.in_memory import rows_of
+from hetexp.data.samples import Collate, stacks
 from hetexp.data.streams.random_numbers import random_states
 from hetexp.data.streams.stream import Stream
 
@@ -31,6 +32,17 @@ def is_prefetchable(dataset: Dataset[Any]) -> bool:
         return is_prefetchable(dataset.dataset)
     # The class's attribute: a wrapper that passes the data set's attributes on may add noise to it.
     return bool(getattr(type(dataset), "prefetchable", False)) or rows_of(dataset) is not None
+
+
+def reads_in_waits(dataset: Dataset[Any], num_workers: int, collate: Callable[[list[Any]], Any]) -> bool:
+    """Return whether neither a process nor a thread loads the samples, so that the step's waits may."""
+    return not num_workers and not isinstance(dataset, Stream) and not may_thread(dataset, collate)
+
+
+def may_thread(dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> bool:
+    """Return whether loading in a thread changes no result; a user's collate function may draw numbers."""
+    is_own = collate.is_own if isinstance(collate, Collate) else not stacks(collate)
+    return not is_own and is_prefetchable(dataset)
 
 
 def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:

@@ -18,7 +18,8 @@ from hetexp.core.call import call_model
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
 from hetexp.data.base import indexed
-from hetexp.data.loader import LocalBatch, local_batches, read_ahead, reads_in_waits
+from hetexp.data.loader import LocalBatch, local_batches, read_ahead
+from hetexp.data.prefetch import reads_in_waits
 from hetexp.data.sampler import Position
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.emulation.pacing import tensors

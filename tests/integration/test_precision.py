@@ -67,7 +67,8 @@ def column(run: Run, name: str) -> list[float]:
 def weights_at_steps(folder: Path, passes: int = 1) -> list[str]:
     """Return a hash of one rank's weights at each training step and at the last evaluation."""
     kinds = [line.split() for line in folder.read_text().splitlines()]
-    trained = [weights for kind, weights in kinds if kind == "train"][1:]  # without the trial at the start
+    trained = [weights for kind, weights in kinds if kind == "train"]
+    trained = trained[1:] if folder.stem == "0" else trained  # rank 0 alone tries the first samples
     return [*trained[::passes], next(weights for kind, weights in kinds if kind == "eval")]
 
 

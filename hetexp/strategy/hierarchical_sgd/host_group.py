@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hetexp.comm.communicator import Communicator, Pending, ReduceOp, SoloCommunicator
+from hetexp.comm.communicator import Communicator, ReduceOp, SoloCommunicator
 from hetexp.comm.exchange import Exchange
+from hetexp.comm.pending import Pending
 from hetexp.strategy.pipeline.shared_gradients import SharedGradients
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from hetexp.core.files import write_json
 from hetexp.core.plan import Plan
 from hetexp.core.split import apportion
 from hetexp.core.summary import LOADING_MATTERS, blank_summary
-from hetexp.data.loader import reads_in_waits
+from hetexp.data.prefetch import reads_in_waits
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.emulation.emulated import OUTRUN_TOLERANCE
 from hetexp.hardware.links import links_of
