@@ -216,7 +216,7 @@ class Run(WholeBatch):
         """
         if not self.step_due:
             raise UsageError("run.clip_norm must follow the last run.backward of a step (run.step_due).")
-        parameters = [p for p in self._state.model.parameters() if p.grad is not None]
+        parameters = [p for p in self._state.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(with_values([p.grad for p in parameters if p.grad is not None]))
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         assert self._result is not None

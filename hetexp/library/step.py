@@ -233,7 +233,7 @@ class ScriptStep:
         factor = self._factor
         if factor is None:
             factor, self.global_count = self._normalizer.factor()
-        gradients = [p.grad for p in self._state.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._state.parameters if p.grad is not None]
         if dense := [g for g in gradients if not g.is_sparse]:
             scale_all_(dense, factor)
         for gradient in gradients:
@@ -285,7 +285,7 @@ class ScriptStep:
                 "run.backward must get a loss of what run.model(…) returned for this batch, but run.model "
                 "was not called: gradients of the model itself are not exchanged."
             )
-        if self._has_gradient and all(p.grad is None for p in self._state.model.parameters()):
+        if self._has_gradient and all(p.grad is None for p in self._state.parameters):
             raise UsageError(
                 "The gradient of a step's first microbatches must be kept, but was cleared: call "
                 "optimizer.zero_grad() only if run.step_due is true."
