@@ -48,6 +48,9 @@ _limits: ContextVar[tuple[_Limit, ...]] = ContextVar("limits", default=())
 """Of all blocks that the current thread is in."""
 
 
+_FROM_FACTS = " If the data's `facts` have it, give the argument a default of None."
+
+
 @contextmanager
 def only_trusted(packages: Sequence[str] = (), how: str = "--trust {}") -> Iterator[None]:
     """Inside the block, refuse to build or import what neither hetexp nor a trusted package defines.
@@ -288,7 +291,7 @@ def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., A
             )
     if not node.get("_partial_"):
         problems += [
-            f"`{key}.{name}` must be given, but is missing."
+            f"`{key}.{name}` must be given, but is missing.{_FROM_FACTS if key == 'model' else ''}"
             for name, p in named.items()
             if p.default is p.empty and name not in arguments and name not in later
         ]

@@ -263,6 +263,11 @@ class Run(WholeBatch):
     def _check_step(self) -> None:
         if self._rehearsing or self._step is None or self._step.is_over:
             return
+        if not self._step.has_backward:
+            raise UsageError(
+                "optimizer.step() must follow run.backward(loss), but this batch had none. loss.backward() "
+                "alone exchanges and scales no gradient."
+            )
         raise UsageError(
             "optimizer.step() must follow the last microbatch of a step, but more of them come. Write "
             "`if run.step_due:` before optimizer.step() and optimizer.zero_grad()."

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, default_collate
 from hetexp.comm.communicator import SoloCommunicator
 from hetexp.core.config import COLLATE, Config, read_config
 from hetexp.core.errors import ConfigError, SetupError, UsageError, must_be
+from hetexp.core.instantiate import check_component
 from hetexp.core.plan import Plan
 from hetexp.core.precision import precision_problems
 from hetexp.core.rank_env import ENGINE
@@ -82,7 +83,7 @@ def setup(
     drop_last: bool = False,
     num_workers: int = 0,
     prefetch_factor: int = PREFETCH,
-    collate: Collate | str = default_collate,
+    collate: Collate | str | Mapping[str, Any] = default_collate,
     log_every: int = 10,
     run_dir: str | Path | None = None,
 ) -> Run:
@@ -103,7 +104,7 @@ def setup(
         drop_last: whether to leave out the last batch of an epoch if it is not full.
         num_workers: data loader processes of each device.
         prefetch_factor: microbatches that each of them loads ahead.
-        collate: makes a batch of a list of samples, as `collate_fn` of a `DataLoader`; or `pad`, or `list`.
+        collate: makes a batch of samples, as a `DataLoader`'s; or `pad`, `list`, or a node as `data.collate`.
         log_every: steps between lines of `metrics.jsonl`.
         run_dir: run folder outside of `hetexp launch`; by default a new one in `outputs`, made when needed.
 
@@ -316,13 +317,19 @@ def _check_arguments(given: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _function_of(collate: Collate | str, problems: list[str]) -> Collate:
-    """Return the function, maybe a shipped one by its name; a problem is added to the others."""
-    if not isinstance(collate, str):
+def _function_of(collate: Collate | str | Mapping[str, Any], problems: list[str]) -> Collate:
+    """Return the function, maybe a shipped one by its name or a node; a problem is added to the others."""
+    if callable(collate):
         return Explained(collate)
-    if collate in COLLATE:
-        return Explained(build_function(collate))
-    problems.append(must_be("collate", f"a function, {' or '.join(COLLATE)}", collate))
+    target = collate.get("_target_") if isinstance(collate, Mapping) else collate
+    if target not in COLLATE:
+        problems.append(must_be("collate", f"a function, {' or '.join(COLLATE)}", target))
+        return default_collate
+    node = {"_target_": target} if isinstance(collate, str) else dict(collate)
+    wrong = check_component("collate", {**node, "_target_": COLLATE[target]})
+    if not wrong:
+        return Explained(build_function(node))
+    problems += wrong
     return default_collate
 
 

@@ -85,6 +85,11 @@ class ScriptStep:
         self._gathered.clear()
         return self.batch.microbatches[self._number] if self.rows else stand_in()
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether `backward` was called for the microbatch."""
+        return self._backward_done
+
     def check_backward_done(self) -> None:
         """Check that `backward` was called for the microbatch.
 

@@ -25,6 +25,8 @@ from hetexp.core.instantiate import (
     untrusted,
 )
 
+FACTS = " If the data's `facts` have it, give the argument a default of None."
+
 
 class Net:
     """Takes one of each kind."""
@@ -226,8 +228,8 @@ def test_a_right_node_passes(part: dict[str, Any]) -> None:
         ([], ["`model._target_` must be the dotted path of a class, but is missing."]),
         ({"width": 1}, ["`model._target_` must be the dotted path of a class, but is missing."]),
         ({"_target_": None}, ["`model._target_` must be the dotted path of a class, but is missing."]),
-        (node("Net"), ["`model.width` must be given, but is missing."]),
-        (node("Open"), ["`model.width` must be given, but is missing."]),
+        (node("Net"), ["`model.width` must be given, but is missing." + FACTS]),
+        (node("Open"), ["`model.width` must be given, but is missing." + FACTS]),
         (node("Net", width=0), ["`model.width` must be greater than 0, but is 0 instead."]),
         (node("Net", width="3"), ["`model.width` must be an integer, but is '3' instead."]),
         (node("Net", width=True), ["`model.width` must be an integer, but is True instead."]),
@@ -238,7 +240,7 @@ def test_a_right_node_passes(part: dict[str, Any]) -> None:
             [
                 "`model.widht` is not an argument of own_module_of_a_person.Net (its value is 1). "
                 "Did you mean `width`?",
-                "`model.width` must be given, but is missing.",
+                "`model.width` must be given, but is missing." + FACTS,
             ],
         ),
         (
@@ -262,7 +264,7 @@ def test_a_right_node_passes(part: dict[str, Any]) -> None:
             [
                 "`model.out_feature` is not an argument of torch.nn.Linear (its value is 2). "
                 "Did you mean `out_features`?",
-                "`model.out_features` must be given, but is missing.",
+                "`model.out_features` must be given, but is missing." + FACTS,
             ],
         ),
         (

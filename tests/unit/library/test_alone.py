@@ -254,6 +254,14 @@ def test_a_count_that_is_no_number(count: Any) -> None:
         run.backward(own_loop.mean_loss(run.model(inputs), targets), count=count)
 
 
+def test_torchs_backward_in_place_of_the_runs() -> None:
+    run, optimizer = small()
+    inputs, _ = next(run.batches())
+    run.model(inputs).sum().backward()
+    with pytest.raises(UsageError, match=r"loss\.backward\(\) alone exchanges"):
+        optimizer.step()
+
+
 def test_accumulation_without_step_due() -> None:
     run, optimizer = small(accumulate=2)
     batches = run.batches()
@@ -328,7 +336,9 @@ def test_a_script_names_a_shipped_collate_function(tmp_path: Path) -> None:
     given: Any = (model, torch.optim.SGD(model.parameters(), lr=0.1), data)
     with pytest.raises(ConfigError, match=r"`collate` must be a function, pad or list, but is 'pda'"):
         hetexp.setup(*given, global_batch_size=6, collate="pda")
-    run = hetexp.setup(*given, global_batch_size=6, collate="pad", run_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="msak"):
+        hetexp.setup(*given, global_batch_size=6, collate={"_target_": "pad", "msak": "mask"})
+    run = hetexp.setup(*given, global_batch_size=6, collate={"_target_": "pad"}, run_dir=tmp_path / "run")
     for inputs, targets in run.batches():
         assert inputs.shape == targets.shape == (6, 3)
         assert int((targets == -100).sum()) == 6
