@@ -139,13 +139,20 @@ def _popen(start: Start) -> subprocess.Popen[bytes]:
     arguments = ["--plan", str(start.plan_path), "--rank", str(start.rank)]
     if start.member is not None:
         arguments += ["--member", str(start.member)]
-    with start.log_path.open("ab") as log:
+    return start_worker(start, arguments, start.environment, start.log_path)
+
+
+def start_worker(
+    start: Start, arguments: list[str], environment: Mapping[str, str], log_path: Path
+) -> subprocess.Popen[bytes]:
+    """Start the worker's program with a rank's interpreter and folder, in a session of its own."""
+    with log_path.open("ab") as log:
         return subprocess.Popen(
             [start.interpreter, "-c", RUN_WORKER, *arguments],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=start.environment | {LAUNCHER_PID: str(os.getpid())},
+            env={**environment, LAUNCHER_PID: str(os.getpid())},
             cwd=start.working_dir,
             start_new_session=True,
         )

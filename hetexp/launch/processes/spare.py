@@ -12,7 +12,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,14 +22,20 @@ from hetexp.core.plan import Plan
 from hetexp.hardware.backend import VISIBILITY
 from hetexp.hardware.backends.sysfs import host_memory
 from hetexp.hardware.detection.machine import Machine
-from hetexp.launch.environments.interpreter import RUN_WORKER
 from hetexp.launch.processes.parent_death import die_with_parent
-from hetexp.launch.processes.process import LAUNCHER_PID, Start, SubprocessRank, forks, signal_group
+from hetexp.launch.processes.process import (
+    LAUNCHER_PID,
+    Start,
+    SubprocessRank,
+    forks,
+    signal_group,
+    start_worker,
+)
 
 AFTER_SECONDS = 5.0
 """Pause before a spare process starts: its imports compete with the first steps, and short runs need none."""
 BETWEEN_SECONDS = 1.0
-"""Pause between two starts, and before the host's memory is looked at again."""
+"""Pause between two looks at what is missing, each of which starts at most one process."""
 EACH = 2
 """Spare processes of an interpreter: a second loss may follow before another one has imported everything."""
 LEAST_BYTES = 4 * 2**30
@@ -48,18 +53,10 @@ class Spare:
     """
 
     def __init__(self, start: Start) -> None:
-        self.interpreter = start.interpreter
-        hidden = {key: value for key, value in start.environment.items() if key not in VISIBILITY}
-        with (start.log_path.parent / LOG).open("ab") as log:
-            self._process = subprocess.Popen(
-                [start.interpreter, "-c", RUN_WORKER, "--spare", str(start.plan_path)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=hidden | {LAUNCHER_PID: str(os.getpid())},
-                cwd=start.working_dir,
-                start_new_session=True,
-            )
+        # Which devices it may see follows with the order.
+        environment = {key: value for key, value in start.environment.items() if key not in VISIBILITY}
+        arguments = ["--spare", str(start.plan_path)]
+        self._process = start_worker(start, arguments, environment, start.log_path.parent / LOG)
 
     @property
     def waits(self) -> bool:
@@ -114,11 +111,11 @@ class Spares:
         """
         if self._closed or time.monotonic() < self._not_before:
             return
+        self._not_before = time.monotonic() + BETWEEN_SECONDS  # the launcher asks many times a second
         for start in starts:
             waiting = self._spares.setdefault(start.interpreter, [])
             if len(waiting) >= EACH or forks(start.interpreter, self._method):
                 continue
-            self._not_before = time.monotonic() + BETWEEN_SECONDS
             if _free_bytes() < LEAST_BYTES:
                 return
             with contextlib.suppress(OSError):  # a full disk, say: a lost device then starts without it

@@ -58,7 +58,7 @@ def test_a_process_becomes_a_rank(plan: Plan, spares: Spares) -> None:
 
 def test_a_process_that_is_not_needed_is_ended(plan: Plan, spares: Spares) -> None:
     spares.keep(iter([start(plan)]))
-    spares.keep(iter([start(plan)]))  # there is one already
+    spares.keep(iter([start(plan)]))  # at once: too early for another
     taken = spares.take(sys.executable)
     assert taken is not None
     assert taken.waits
