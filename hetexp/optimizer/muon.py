@@ -16,8 +16,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 
 log = logging.getLogger(__name__)
-_LR_SCALES: Mapping[str | None, Callable[[int, int], float]] = {
-    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
+_LR_SCALES: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
@@ -208,7 +207,7 @@ def _step_of_muon(group: Mapping[str, Any], state: Any, usual: torch.dtype) -> N
             gram = wide @ wide.T
             wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        scale = _LR_SCALES[group["adjust_lr_fn"]](rows, columns)
+        scale = _LR_SCALES[group["adjust_lr_fn"] or "original"](rows, columns)
         parameter.add_(wide.T if rows > columns else wide, alpha=-group["lr"] * scale)
 
 

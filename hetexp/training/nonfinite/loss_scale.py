@@ -17,7 +17,6 @@ import torch
 
 from hetexp.core.errors import HetexpError, SetupError
 from hetexp.hardware.backend import Backend
-from hetexp.model.base import WithAuxiliary
 from hetexp.torch_private import scale_all_, tree_map_only
 
 
@@ -124,17 +123,13 @@ def widened(output: Any) -> Any:
 
     An object with a loss of its own stays as it is: its logits may be a step's largest tensors.
     """
-    if isinstance(output, torch.Tensor):
-        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
-    if type(output) in (tuple, list):
-        return type(output)(widened(item) for item in output)
-    if isinstance(output, WithAuxiliary):
-        return WithAuxiliary(*map(widened, output))
-    if type(output) is dict:
-        return {key: widened(item) for key, item in output.items()}
-    return (
-        output if getattr(output, "loss", None) is not None else tree_map_only(torch.Tensor, widened, output)
+    return tree_map_only(
+        torch.Tensor, _wide, output, is_leaf=lambda value: getattr(value, "loss", None) is not None
     )
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def check_device(backend: Backend, precision: str) -> None:
