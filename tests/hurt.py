@@ -18,6 +18,20 @@ from hetexp.core.errors import PeerLostError
 from hetexp.model.base import WithAuxiliary
 from hetexp.model.sae import SAE
 
+COMMON = (
+    "data=synthetic",
+    "data.num_samples=240",
+    "data.num_test_samples=50",
+    "model=custom",
+    "optimizer=adamw",
+    "optimizer.lr=0.01",
+    "trainer.max_epochs=null",
+    "trainer.global_batch_size=32",
+    "trainer.precision=float64",
+    "trainer.keep_last=0",
+)
+"""Options of a training whose ranks these models end."""
+
 
 class Net(nn.Module):
     """A small network with running statistics, which tell how many steps are done.

@@ -211,7 +211,7 @@ class Backward:
 
 @lru_cache(maxsize=512)
 def full(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor [1] of a number, which nobody changes; made once, as each is a kernel on a device."""
+    """Return a tensor [1] of a number, not to be changed; made once, as each is a kernel on a device."""
     return torch.full((1,), value, dtype=dtype, device=device)
 
 

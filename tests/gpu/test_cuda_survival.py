@@ -7,22 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hurt import COMMON
 from support import Train, difference
 
 from hetexp.comm.connections.revocation import Revocation
 
-COMMON = (
-    "data=synthetic",
-    "data.num_samples=240",
-    "data.num_test_samples=50",
-    "model=custom",
-    "optimizer=adamw",
-    "optimizer.lr=0.01",
-    "trainer.max_epochs=null",
-    "trainer.global_batch_size=32",
-    "trainer.precision=float64",
-    "trainer.keep_last=0",
-)
 TWO = ("hardware.devices=[cuda:0,cuda:1]", "strategy=ddp", "fault.survive=true")
 TOLERANCE = 1e-12
 

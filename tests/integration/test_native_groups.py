@@ -5,23 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import hurt
 import pytest
 from support import Run, Train, difference, worst
 
 STEPS = 20
-COMMON = (
-    "data=synthetic",
-    "data.num_samples=240",
-    "data.num_test_samples=50",
-    "model=custom",
-    "model._target_=hurt.Net",
-    "optimizer=adamw",
-    "optimizer.lr=0.01",
-    "trainer.max_epochs=null",
-    "trainer.global_batch_size=32",
-    "trainer.precision=float64",
-    "trainer.keep_last=0",
-)
+COMMON = (*hurt.COMMON, "model._target_=hurt.Net")
 HANGING = (
     "hardware.share_devices=true",
     "hardware.backends=[hanging.HangingBackend]",

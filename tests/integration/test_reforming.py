@@ -7,24 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hurt
 import pytest
 from support import Run, Train, difference, worst
 
 STEPS = 20
 COMMON = (
-    "data=synthetic",
-    "data.num_samples=240",
-    "data.num_test_samples=50",
-    "model=custom",
+    *hurt.COMMON,
     "model._target_=hurt.Net",
-    "optimizer=adamw",
     "optimizer._target_=hurt.Parting",
-    "optimizer.lr=0.01",
-    "trainer.max_epochs=null",
-    "trainer.global_batch_size=32",
-    "trainer.precision=float64",
     "trainer.log_every=1",
-    "trainer.keep_last=0",
 )
 SURVIVING = ("strategy=ddp", "fault.survive=true", "fault.heartbeat_seconds=5")
 TOLERANCE = 1e-12

@@ -88,7 +88,7 @@ class Revocation:
         The host does not wait. If the result is false, all collectives before this call are right.
 
         Returns:
-            A scalar; `None` if a failed collective raises, so that nobody need look.
+            A scalar; `None` if a failed collective raises, so that no rank needs to look.
         """
         if not self.native:
             return None

@@ -2,7 +2,7 @@
 
 An iterable with `state_dict` and `load_state_dict` (the protocol of torchdata's `StatefulDataLoader`, and of
 `datasets.IterableDataset`) can go on without a walk. Not each of them goes on exactly: a shuffle buffer may
-be filled anew. So the last samples before the position are read again and compared, and only if they are
+be filled again. So the last samples before the position are read again and compared, and only if they are
 those of the earlier walk, it counts.
 """
 

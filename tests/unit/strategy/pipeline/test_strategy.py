@@ -1,4 +1,4 @@
-"""`strategy=pipeline`: what speaks against it is told before anything starts."""
+"""`strategy=pipeline`: what speaks against it is said before anything starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_plan_that_fits_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "arguments", "told"),
+    ("count", "arguments", "message"),
     [
         (1, {}, "`strategy` must be single for one device (cpu:0), but is 'pipeline' instead"),
         (
@@ -57,39 +57,43 @@ def test_a_plan_that_fits_is_taken() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_told(count: int, arguments: dict[str, Any], told: str) -> None:
+def test_what_does_not_fit_is_told(count: int, arguments: dict[str, Any], message: str) -> None:
     (problem,) = problems(CPUS[:count], **arguments)
-    assert problem.startswith(told)
+    assert problem.startswith(message)
 
 
 def test_microbatches_are_the_pipelines_own() -> None:
-    (told,) = problems(CPUS, {"accumulate": 2})
-    assert told.startswith("`trainer.accumulate` must be 1 if `strategy` is pipeline, but is 2 instead.")
-    (told,) = problems(CPUS, {"microbatch_size": 2})
-    assert told.startswith("`trainer.microbatch_size` must be null if `strategy` is pipeline, but is 2")
+    (message,) = problems(CPUS, {"accumulate": 2})
+    assert message.startswith("`trainer.accumulate` must be 1 if `strategy` is pipeline, but is 2 instead.")
+    (message,) = problems(CPUS, {"microbatch_size": 2})
+    assert message.startswith("`trainer.microbatch_size` must be null if `strategy` is pipeline, but is 2")
 
 
 def test_activations_are_not_computed_again_where_backward_is_split() -> None:
     again = {"activation_checkpointing": True}
     assert problems(CPUS, again) == []
-    (told,) = problems(CPUS[:2], again, schedule="ZBVZeroBubble")
-    assert told.startswith("`trainer.activation_checkpointing` must be false if `strategy.schedule` is ZBV")
+    (message,) = problems(CPUS[:2], again, schedule="ZBVZeroBubble")
+    assert message.startswith(
+        "`trainer.activation_checkpointing` must be false if `strategy.schedule` is ZBV"
+    )
 
 
 def test_emulated_devices_compute_a_backward_pass_at_once() -> None:
     emulated = [EmulatedBackend.describe_card(index, card("rtx_3090")) for index in range(2)]
     assert problems(emulated, schedule="Interleaved1F1B") == []
-    (told,) = problems(emulated, schedule="DualPipeV")
-    assert told.startswith("`strategy.schedule` must be one that computes a backward pass at once")
+    (message,) = problems(emulated, schedule="DualPipeV")
+    assert message.startswith("`strategy.schedule` must be one that computes a backward pass at once")
 
 
 def test_the_oldest_torch_of_the_ranks_limits_the_schedule() -> None:
     old = [replace(CPUS[0], torch="2.13.0+cpu"), replace(CPUS[1], torch="2.8.0+cu128")]
-    (told,) = problems(old, schedule="DualPipeV")
-    assert told.startswith("`strategy.schedule` must be one that each rank's torch has, but is 'DualPipeV'")
-    assert "since 2.9" in told
-    (told,) = problems(old, schedule="GPipe", num_microbatches=1)
-    assert told.startswith(
+    (message,) = problems(old, schedule="DualPipeV")
+    assert message.startswith(
+        "`strategy.schedule` must be one that each rank's torch has, but is 'DualPipeV'"
+    )
+    assert "since 2.9" in message
+    (message,) = problems(old, schedule="GPipe", num_microbatches=1)
+    assert message.startswith(
         "`strategy.num_microbatches` must be at least the 2 stages for schedule GPipe with"
     )
     assert problems(old, schedule="GPipe", num_microbatches=2) == []
@@ -97,8 +101,8 @@ def test_the_oldest_torch_of_the_ranks_limits_the_schedule() -> None:
 
 
 def test_types_are_told_by_key() -> None:
-    (told,) = check_component("strategy", {"_target_": TARGET, "schedule": "1f1b"})
-    assert told.startswith("`strategy.schedule` must be ")
-    (told,) = check_component("strategy", {"_target_": TARGET, "num_microbatches": 0})
-    assert told.startswith("`strategy.num_microbatches` must be ")
+    (message,) = check_component("strategy", {"_target_": TARGET, "schedule": "1f1b"})
+    assert message.startswith("`strategy.schedule` must be ")
+    (message,) = check_component("strategy", {"_target_": TARGET, "num_microbatches": 0})
+    assert message.startswith("`strategy.num_microbatches` must be ")
     assert check_component("strategy", {"_target_": TARGET, "shard_plan": "even"})
