@@ -80,13 +80,16 @@ class Reference:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return a run's checkpoints by step, by their names alone."""
+    """Return a run's checkpoints by step, by their names.
+
+    A save that was killed after its manifest and before its last rename counts: `resume` goes on from it.
+    """
     found = {}
     parent = folder / "checkpoints"
-    for path in parent.iterdir() if parent.is_dir() else ():
-        match = re.fullmatch(r"step_(\d+)", path.name)
-        if match is not None:
-            found[int(match[1])] = path
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        match = re.fullmatch(r"step_(\d+)|\.step_(\d+)\.\d+\.(?:new|old)", path.name)
+        if match is not None and (match[1] is not None or not damage(path)):
+            found[int(match[1] or match[2])] = path  # hidden names come first: a whole one replaces them
     return found
 
 

@@ -85,6 +85,16 @@ def test_one_changed_byte_or_number_of_a_checkpoint_is_told(tmp_path: Path) -> N
     assert told == "the parameters of step_00000002 are off by 1.0e-09"
 
 
+def test_a_whole_checkpoint_whose_last_rename_is_missing_counts(tmp_path: Path) -> None:
+    """`resume` goes on from it, so it is what a killed run is compared with."""
+    named, hidden = (tmp_path / "checkpoints" / name for name in ("step_00000002", ".step_00000003.17.new"))
+    for folder in (named, hidden):
+        folder.mkdir(parents=True)
+    assert list(checks.checkpoints(tmp_path)) == [2]
+    (hidden / "manifest.json").write_text(json.dumps({"files": {}}))
+    assert checks.checkpoints(tmp_path) == {2: named, 3: hidden}
+
+
 def record(folder: Path, pid: int, *steps: tuple[int, list[int], float]) -> None:
     lines = [json.dumps({"step": s, "indices": indices, "time": time}) for s, indices, time in steps]
     folder.joinpath(f"{pid}.jsonl").write_text("\n".join(lines) + "\n")
