@@ -103,8 +103,8 @@ Train = Callable[..., Run]
 def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
     """Run `train.py` with these overrides in this process; ranks are forked, threads and trackers off.
 
-    Shares are equal, nothing is measured first, and a lost rank ends the run, unless the overrides say
-    otherwise.
+    Shares are equal, nothing is measured first, a lost rank ends the run, and digits and the network for
+    them are small, unless the overrides say otherwise.
     """
     screen = io.StringIO()
     quick = [
@@ -114,7 +114,7 @@ def start_run(run_dir: Path, overrides: tuple[str, ...]) -> Run:
         "diagram=false",
         "monitor=none",
     ]
-    quick += _unless(overrides)
+    quick += _unless(overrides) + _small(overrides)
     cfg = compose_config([*quick, *overrides])
     console = Console(file=screen, width=160)
     try:
@@ -131,6 +131,17 @@ def _unless(overrides: Sequence[str]) -> list[str]:
     groups = [option.partition("=")[0] for option in options]
     given = [text.partition("=")[0] for text in overrides]
     return [option for option, group in zip(options, groups, strict=True) if group not in given]
+
+
+def _small(overrides: Sequence[str]) -> list[str]:
+    """Return what makes digits and the network for them small, unless the overrides choose others."""
+    given, chosen = [text.partition("=")[0] for text in overrides], []
+    if not {"data", "data.size", "experiment"} & set(given):
+        chosen.append("data.size=8")
+    if not {"model", "experiment"} & set(given):
+        small = {"model.widths": "[32,64]", "model.blocks_per_width": "1", "model.groups": "8"}
+        chosen += [f"{key}={value}" for key, value in small.items() if key not in given]
+    return chosen
 
 
 def start_script(run_dir: Path, script: Path, overrides: tuple[str, ...], *arguments: str) -> Run:

@@ -15,16 +15,21 @@ if TYPE_CHECKING:
 
 NUM_IMAGES = 1797
 NUM_CLASSES = 10
+PIXELS = 8
+"""Height and width of a scanned image."""
 
 
 class Digits(DataSource):
-    """The 1,797 images of 8x8 pixels of the UCI digits test set (`sklearn.datasets.load_digits`).
+    """The 1,797 images of 8x8 pixels of the UCI digits test set (`sklearn.datasets.load_digits`), enlarged.
 
-    A sample is (image, class): float32 [1, 8, 8] in [0, 1], and int64 [].
+    A sample is (image, class): float32 [1, size, size] in [0, 1], and int64 [].
 
     Args:
         test_fraction: part of the images kept for evaluation, the same of each class.
         seed: seed that decides which images.
+        size: height and width of an image in pixels. Larger ones are enlarged by bilinear interpolation, so
+            that a convolution uses each weight at as many places as in a usual model of images, and has as
+            much to compute for each exchanged byte.
 
     Raises:
         ConfigError: a part would be too small to hold every class.
@@ -34,6 +39,7 @@ class Digits(DataSource):
         self,
         test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2,
         seed: Annotated[int, Field(ge=0, lt=2**32)] = 0,
+        size: Annotated[int, Field(ge=PIXELS)] = 32,
     ) -> None:
         if problems := self.check(test_fraction=test_fraction):
             raise ConfigError(problems)
@@ -44,7 +50,9 @@ class Digits(DataSource):
         from hetexp.data.in_memory import InMemory
 
         images, classes = load_digits(return_X_y=True)
-        pixels = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+        pixels = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, PIXELS, PIXELS)
+        if size != PIXELS:
+            pixels = torch.nn.functional.interpolate(pixels, size=(size, size), mode="bilinear")
         labels = torch.tensor(classes, dtype=torch.int64)
         train, test = train_test_split(
             range(len(images)), test_size=test_fraction, random_state=seed, stratify=classes
@@ -54,7 +62,7 @@ class Digits(DataSource):
     def _prepare(self, train: InMemory, evaluation: InMemory) -> None:
         """Set the samples and facts from the two parts of the images."""
         self.train, self.evaluation = train, evaluation
-        self.facts = {"input_shape": [1, 8, 8], "num_classes": NUM_CLASSES}
+        self.facts = {"input_shape": list(train.tensors[0].shape[1:]), "num_classes": NUM_CLASSES}
 
     @staticmethod
     def check(test_fraction: float = 0.2, **_: Any) -> list[str]:
@@ -80,6 +88,13 @@ class DigitVectors(Digits):
     Raises:
         ConfigError: a part would be too small to hold every class.
     """
+
+    def __init__(
+        self,
+        test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2,
+        seed: Annotated[int, Field(ge=0, lt=2**32)] = 0,
+    ) -> None:
+        super().__init__(test_fraction, seed, PIXELS)
 
     def _prepare(self, train: InMemory, evaluation: InMemory) -> None:
         from hetexp.data.in_memory import InMemory

@@ -6,6 +6,7 @@ on the split of the batch among devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,9 @@ from hetexp.core.errors import ConfigError, must_be
 from hetexp.model.base import unknown
 from hetexp.model.layered import LayerChain
 
+MOST_GROUPS = 16
+"""Groups of channels where the user does not say; the digits are learned in fewer steps than with 8."""
+
 
 class ConvNet(LayerChain):
     """Stages of 3x3 convolutions, each but the first at half the height and width; then a channel's maximum.
@@ -24,10 +28,12 @@ class ConvNet(LayerChain):
 
     Args:
         widths: channels of each stage; all stages but the first halve height and width.
-        blocks_per_width: residual blocks of a stage, after the convolution that changes the width.
+        blocks_per_width: residual blocks of each stage, after the convolution that changes the width; the
+            last number is that of all further stages, and a number alone that of every stage.
         norm: normalisation: `group` normalises each sample by groups of channels, `batch` each channel over
             the batch.
-        groups: groups of channels that are normalised together; must divide every width.
+        groups: groups of channels that are normalised together; must divide every width. `None`: 16, or as
+            many as divide both 16 and the width.
         input_shape: shape of one image, [channels, height, width]; `None`: the data's.
         num_classes: number of outputs; `None`: the data's.
 
@@ -38,10 +44,10 @@ class ConvNet(LayerChain):
 
     def __init__(
         self,
-        widths: Annotated[Sequence[PositiveInt], Field(min_length=1)] = (32, 64),
-        blocks_per_width: PositiveInt = 1,
+        widths: Annotated[Sequence[PositiveInt], Field(min_length=1)] = (64, 32, 32, 64),
+        blocks_per_width: PositiveInt | Annotated[Sequence[PositiveInt], Field(min_length=1)] = (2, 1),
         norm: Literal["group", "batch"] = "group",
-        groups: PositiveInt = 8,
+        groups: PositiveInt | None = None,
         input_shape: Annotated[Sequence[PositiveInt], Field(min_length=1)] | None = None,
         num_classes: PositiveInt | None = None,
     ) -> None:
@@ -52,24 +58,26 @@ class ConvNet(LayerChain):
             raise ConfigError(problems)
         layers: list[nn.Module] = []
         channels = input_shape[0]
+        blocks = [blocks_per_width] if isinstance(blocks_per_width, int) else list(blocks_per_width)
         for stage, width in enumerate(widths):
             layers.append(_convolution(channels, width, norm, groups, stride=2 if stage else 1))
-            layers += [_Residual(width, norm, groups) for _ in range(blocks_per_width)]
+            residuals = blocks[min(stage, len(blocks) - 1)]
+            layers += [_Residual(width, norm, groups) for _ in range(residuals)]
             channels = width
         layers += [_Maximum(), nn.Linear(channels, num_classes)]
         self.layers = nn.Sequential(*layers)
 
     @staticmethod
     def check(
-        widths: Sequence[int] = (32, 64),
-        groups: int = 8,
+        widths: Sequence[int] = (64, 32, 32, 64),
+        groups: int | None = None,
         input_shape: Sequence[int] | None = None,
         norm: str = "group",
         **_: Any,
     ) -> list[str]:
         """Return which arguments do not fit together, one sentence a problem."""
         problems = []
-        if norm == "group" and any(width % groups for width in widths):
+        if norm == "group" and groups and any(width % groups for width in widths):
             accepted = f"a divisor of every number in `model.widths` ({list(widths)})"
             problems.append(must_be("model.groups", accepted, groups))
         if input_shape is not None and len(input_shape) != 3:
@@ -80,7 +88,7 @@ class ConvNet(LayerChain):
 class _Residual(nn.Module):
     """Adds a convolution of the input to the input."""
 
-    def __init__(self, width: int, norm: str, groups: int) -> None:
+    def __init__(self, width: int, norm: str, groups: int | None) -> None:
         super().__init__()
         self.branch = _convolution(width, width, norm, groups)
 
@@ -100,8 +108,9 @@ class _Maximum(nn.Module):
         return images.amax(dim=(2, 3))
 
 
-def _convolution(inputs: int, outputs: int, norm: str, groups: int, stride: int = 1) -> nn.Sequential:
+def _convolution(inputs: int, outputs: int, norm: str, groups: int | None, stride: int = 1) -> nn.Sequential:
     # No bias: the normalisation that follows has one.
     convolution = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+    groups = groups or math.gcd(MOST_GROUPS, outputs)
     normalisation = nn.BatchNorm2d(outputs) if norm == "batch" else nn.GroupNorm(groups, outputs)
     return nn.Sequential(convolution, normalisation, nn.ReLU())

@@ -22,7 +22,7 @@ from hetexp.core.section import Section
 
 WITHOUT_ACCURACY = ("mse", "mae", "huber", "reconstruction", "model", "sum")
 """Losses that do not say which predictions are right."""
-DEFAULT_EPOCHS = 5
+DEFAULT_EPOCHS = 4
 """Passes over the data of a run that has no limit."""
 
 
@@ -49,7 +49,7 @@ class TrainerConfig(Section):
     max_steps: PositiveInt | None = None
     """Number of optimizer steps; the run ends when it reaches this or `max_epochs`."""
     max_epochs: PositiveInt | None = None
-    """Number of passes over the data; `null`: no limit, or 5 if `max_steps` is null as well. The run ends
+    """Number of passes over the data; `null`: no limit, or 4 if `max_steps` is null as well. The run ends
     when it reaches this or `max_steps`."""
     accumulate: PositiveInt = 1
     """Microbatches that each device splits its part of the batch into."""

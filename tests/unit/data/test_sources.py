@@ -200,7 +200,7 @@ def test_no_part_of_a_stream_is_taken_for_evaluation(here: str) -> None:
 
 
 def test_digits_are_images_between_0_and_1_with_every_class_in_both_parts() -> None:
-    digits = Digits()
+    digits = Digits(size=8)
     (train_x, train_y), (test_x, test_y) = tensors(digits.train), tensors(digits.evaluation)
     assert (train_x.shape, test_x.shape) == ((1437, 1, 8, 8), (360, 1, 8, 8))
     assert train_x.dtype == torch.float32
@@ -213,7 +213,7 @@ def test_digits_are_images_between_0_and_1_with_every_class_in_both_parts() -> N
 
 def test_digits_are_scikit_learns_each_used_once() -> None:
     original, classes = load_digits(return_X_y=True)
-    digits = Digits()
+    digits = Digits(size=8)
     parts = [tensors(digits.train), tensors(digits.evaluation)]
     rows = [
         (*(16 * image).flatten().tolist(), label)
@@ -223,6 +223,17 @@ def test_digits_are_scikit_learns_each_used_once() -> None:
     assert sorted(rows) == sorted(
         (*row, label) for row, label in zip(original.tolist(), classes, strict=True)
     )
+
+
+def test_larger_digits_are_the_same_images_enlarged() -> None:
+    small, large = (tensors(Digits(**size).train) for size in ({"size": 8}, {}))
+    assert large[0].shape == (1437, 1, 32, 32)
+    assert Digits().facts["input_shape"] == [1, 32, 32]
+    assert torch.equal(small[1], large[1])
+    means = torch.nn.functional.avg_pool2d(large[0], 4)
+    alike = torch.corrcoef(torch.stack([means.flatten(), small[0].flatten()]))[0, 1]
+    assert float(alike) > 0.95
+    assert float(large[0].min()) >= 0.0 and float(large[0].max()) <= 1.0
 
 
 def test_digits_seed_decides_the_split() -> None:

@@ -29,7 +29,11 @@ MODELS: list[tuple[nn.Module, torch.Tensor, list[tuple[int, int]]]] = [
     (gpt(tie_weights=True), TOKENS, [(0, 1), (1, 3), (3, 4)]),
     (gpt(num_experts=2), TOKENS, [(0, 2), (2, 4)]),
     (Masked(), TOKENS, [(0, 1), (1, 3)]),
-    (ConvNet(input_shape=[1, 8, 8], num_classes=4), IMAGES, [(0, 3), (3, 4), (4, 6)]),
+    (
+        ConvNet(widths=[32, 64], blocks_per_width=1, input_shape=[1, 8, 8], num_classes=4),
+        IMAGES,
+        [(0, 3), (3, 4), (4, 6)],
+    ),
     (nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU()), IMAGES, [(0, 1), (1, 3)]),
 ]
 

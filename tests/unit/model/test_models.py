@@ -50,7 +50,7 @@ def small_gpt(**changes: Any) -> GPT:
 @pytest.fixture(scope="module")
 def digits() -> Any:
     """Built once, and before the environment is watched: scikit-learn sets variables when first imported."""
-    return Digits()
+    return Digits(size=8)
 
 
 @pytest.mark.parametrize("name", FACTS)
@@ -131,7 +131,7 @@ def test_unknown_facts_are_all_named(name: str) -> None:
     [
         (
             "convnet",
-            {"widths": [32, 36]},
+            {"widths": [32, 36], "groups": 8},
             "`model.groups` must be a divisor of every number in `model.widths` ([32, 36]), "
             "but is 8 instead.",
         ),
@@ -193,8 +193,21 @@ def test_convnet_is_small_and_depth_is_configurable() -> None:
         arguments: dict[str, Any] = IMAGES | changes
         return sum(p.numel() for p in ConvNet(**arguments).parameters())
 
-    assert 20_000 < count() < 100_000
-    assert count(blocks_per_width=2) == count() + 9 * (32**2 + 64**2) + 2 * (32 + 64)
+    assert 100_000 < count() < 200_000
+    two = {"widths": [32, 64]}
+    block_of = {width: 9 * width**2 + 2 * width for width in (32, 64)}
+    assert count(**two, blocks_per_width=2) == count(**two, blocks_per_width=1) + sum(block_of.values())
+    assert count(**two, blocks_per_width=[2, 1]) == count(**two, blocks_per_width=1) + block_of[32]
+    assert count(**two, blocks_per_width=[1, 3]) == count(**two, blocks_per_width=1) + 2 * block_of[64]
+
+
+def test_groups_of_channels_fit_each_width_unless_they_are_given() -> None:
+    def groups(**changes: Any) -> list[int]:
+        model = ConvNet(**(IMAGES | {"widths": [64, 12, 6], "blocks_per_width": 1} | changes))
+        return [module.num_groups for module in model.modules() if isinstance(module, nn.GroupNorm)]
+
+    assert groups() == [16, 16, 4, 4, 2, 2]
+    assert groups(groups=3, widths=[6]) == [3, 3]
 
 
 def test_convnet_takes_images_of_any_size() -> None:
@@ -215,7 +228,7 @@ def one_thread() -> Iterator[None]:
 def test_convnet_learns_real_digits(digits: Any) -> None:
     (train_x, train_y), (test_x, test_y) = digits.train.tensors, digits.evaluation.tensors
     torch.manual_seed(0)
-    model = ConvNet(**digits.facts)
+    model = ConvNet(widths=[32, 64], blocks_per_width=1, **digits.facts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     sampler, position = GlobalSampler(len(train_x), 64, seed=0), Position()
     while position.epoch < 3:

@@ -72,7 +72,7 @@ def test_a_step_is_what_the_emulated_device_takes(overrides: list[str], cuts: tu
 
 
 def test_a_slowed_device_and_another_efficiency() -> None:
-    config = config_of("model=mlp")
+    config = config_of("model=mlp", "data.size=8")
     facts = shipped().cards["rtx_3090"].model_copy(update={"efficiency": 0.9})
     quick = replace(RTX, card_facts=facts.model_dump(mode="json"))
     found = ask(config, RTX, replace(RTX, slow=3.0), quick).devices
