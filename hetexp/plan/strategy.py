@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from hetexp.comm.empty_share import EmptyShareGuard
     from hetexp.data.sampler import GlobalSampler
 
+BUCKET_CAP_BYTES = 25 * 2**20
+"""torch's default size of a bucket of gradients."""
+
 
 class Preparation(Protocol):
     """Makes a plan final, by one of two methods that the strategy chooses."""
@@ -309,3 +312,11 @@ class Strategy(ABC):
             accumulates: whether a step adds up the gradients of several microbatches.
         """
         return 0
+
+    def bucket_cap_bytes(self, gradient_bytes: int) -> int:
+        """Return the size at which a bucket of gradients is full and leaves.
+
+        Args:
+            gradient_bytes: of all parameters that are trained.
+        """
+        return BUCKET_CAP_BYTES

@@ -15,7 +15,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.plan.exchange_checks import check_wire, refuse_boundary_wire
 from hetexp.plan.predict.inputs import PredictedRun, PredictionInputs
-from hetexp.plan.strategy import Strategy
+from hetexp.plan.strategy import BUCKET_CAP_BYTES, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BUCKET_CAP_MB = 25.0
-"""torch's default."""
+FIRST_BUCKET_BYTES = 2**20
+"""torch's default for the first bucket, which leaves sooner than the others."""
+LEAST_HALVED_BYTES = 2**17
+"""Fewest bytes of gradients for which a second exchange costs less than it hides."""
 
 
 class DDP(Strategy):
@@ -40,7 +42,8 @@ class DDP(Strategy):
     Args:
         find_unused_parameters: whether parameters may stay without a gradient in a step.
         bucket_cap_mb: size of a bucket of gradients, in MiB. Smaller buckets leave earlier, larger ones cost
-            less each.
+            less each. `None`: 25; half of a model's gradients if they are at most 2 MiB, so that the first
+            half is exchanged during backward.
         static_graph: whether every step runs the same graph, which several microbatches a step break.
         gradient_as_bucket_view: whether gradients lie in the buckets, without a second copy.
         broadcast_buffers: whether all ranks take rank 0's buffers at the start of each step.
@@ -56,7 +59,7 @@ class DDP(Strategy):
     def __init__(
         self,
         find_unused_parameters: bool = False,
-        bucket_cap_mb: PositiveFloat = BUCKET_CAP_MB,
+        bucket_cap_mb: PositiveFloat | None = None,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
@@ -103,18 +106,26 @@ class DDP(Strategy):
         if callable(constant):  # every rank has them: they need not be sent, at the start or ever
             names = [f"model.{name}" for name in constant()]
             exclude_from_ddp(guard, names)
+        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        cap = self.bucket_cap_bytes(trained)
         # Without `device_ids`: the module is on its device already, and CPU ranks refuse the argument.
         return DistributedDataParallel(
             guard,
             find_unused_parameters=self.find_unused_parameters,
             # Without an argument torch begins with a smaller bucket, which leaves sooner.
-            bucket_cap_mb=None if self.bucket_cap_mb == BUCKET_CAP_MB else self.bucket_cap_mb,
+            bucket_cap_mb=None if cap == BUCKET_CAP_BYTES else cap / 2**20,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             # Otherwise torch would send the whole model again.
             init_sync=not self._equal,
             **buffers,
         )
+
+    def bucket_cap_bytes(self, gradient_bytes: int) -> int:
+        if self.bucket_cap_mb is not None:
+            return int(self.bucket_cap_mb * 2**20)
+        halved = LEAST_HALVED_BYTES <= gradient_bytes <= 2 * FIRST_BUCKET_BYTES
+        return gradient_bytes * 2 // 3 if halved else BUCKET_CAP_BYTES
 
     def unwrap(self, module: nn.Module, model: nn.Module) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel

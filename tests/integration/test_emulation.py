@@ -206,6 +206,7 @@ def test_a_step_takes_what_paper_says(train: Train, names: tuple[str, str], effi
     run = train(
         *TINY,
         comm,
+        "strategy.bucket_cap_mb=25",
         f"model.hidden_sizes={list(SIZES[1:-1])}",
         "trainer.global_batch_size=64",
         f"trainer.max_steps={STEPS}",

@@ -25,9 +25,6 @@ from hetexp.plan.strategy import Strategy
 from hetexp.torch_private import tree_map_only
 from hetexp.training.measuring.estimate import RunMemory
 
-BUCKET_CAP_MB = 25.0
-"""torch's own default."""
-
 
 @dataclass(frozen=True)
 class CountedWork:
@@ -110,7 +107,7 @@ def exchange_of(config: Config, strategy: Strategy, built: RunMemory, emulated: 
 
 
 def _exchange(work: CountedWork, strategy: Strategy) -> Exchange:
-    cap_bytes = int(getattr(strategy, "bucket_cap_mb", BUCKET_CAP_MB) * 2**20)
+    cap_bytes = strategy.bucket_cap_bytes(sum(size for _, size in work.gradients))
     return Exchange(in_buckets(work.gradients, cap_bytes))
 
 
