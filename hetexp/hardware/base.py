@@ -277,6 +277,11 @@ class Backend(ABC):
         """Return the completed fraction of the running backward pass; 1 unless the device is paced."""
         return 1.0
 
+    @property
+    def steady(self) -> bool:
+        """Whether passes of a size always take the same time, as an emulated card's do."""
+        return False
+
     def rehearsal_scale(self) -> float | None:
         """Return the smallest `time_scale` that the rehearsed passes allow, `None` of a real device."""
         return None

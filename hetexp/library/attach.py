@@ -10,7 +10,7 @@ import torch
 from hetexp.core.errors import SetupError
 from hetexp.hardware.emulation.pacing import num_samples, tensors
 from hetexp.library.front import Call, Called, keeping_modes
-from hetexp.training.measuring.warmup_calibration import WARMUP_STEPS, calibrate_time_scale
+from hetexp.training.measuring.warmup_calibration import calibrate_time_scale
 from hetexp.training.state import TrainState
 
 
@@ -35,13 +35,13 @@ def find_time_scale(state: TrainState, call: Call, has_samples: bool) -> None:
         has_samples: whether this rank has samples in the step.
     """
     with keeping_modes(state.model):
-        steps: Callable[[TrainState], None] = partial(_real_steps, call if has_samples else None)
+        steps: Callable[[TrainState, int], None] = partial(_real_steps, call if has_samples else None)
         state.time_scale = calibrate_time_scale(state, steps)
 
 
-def _real_steps(call: Call | None, state: TrainState) -> None:
-    """Run a few steps with an arbitrary loss: only their time counts, and they are undone."""
-    for _ in range(WARMUP_STEPS):
+def _real_steps(call: Call | None, state: TrainState, steps: int) -> None:
+    """Run so many steps with an arbitrary loss: only their time counts, and they are undone."""
+    for _ in range(steps):
         state.optimizer.zero_grad(set_to_none=True)
         state.hook.begin_step()
         state.backend.begin_step(-1)

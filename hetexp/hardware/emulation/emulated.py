@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 OUTRUN_TOLERANCE = 0.02
 """Share of its modelled time that a device may run late before its timings are called invalid."""
 SCALE_MARGIN = 1.5
-"""Emulated time ÷ rehearsed real time, so that a busy moment does not take longer than emulated."""
+"""Emulated time ÷ real time of passes at full speed, for a first pace that is surely slow enough."""
+PACED_MARGIN = 1.2
+"""Emulated time ÷ longest real time of passes at that pace, so that a busy moment does not take longer than
+emulated."""
 SHORTEST_PASS = 8e-3
 """Shortest time of a pass in seconds; the lateness of a sleep is small beside it."""
 UPDATE_PASSES = 7
@@ -207,7 +210,12 @@ class EmulatedBackend(FaultyBackend, CpuBackend):
         return self.pacer.backward_done
 
     def rehearsal_scale(self) -> float | None:
-        return max(self.pacer.slowest_ratio() * SCALE_MARGIN, SHORTEST_PASS / self.pacer.shortest_pass())
+        margin = PACED_MARGIN if self.pacer.time_scale else SCALE_MARGIN
+        return max(self.pacer.needed_scale(margin), SHORTEST_PASS / self.pacer.shortest_pass())
+
+    @property
+    def steady(self) -> bool:
+        return self.deviation_seed is None and not self.faults.events
 
     def modelled_work(self, microbatches: Sequence[int], bytes_per_sample: int) -> Work:
         assert self._planned is not None

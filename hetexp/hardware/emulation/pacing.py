@@ -25,6 +25,13 @@ GRAIN_SECONDS = 1e-3
 """A sleep ends a little late by itself; only a later end counts as late."""
 
 
+MOST_PHASES = 64
+"""Most phases of a kind whose real work is kept for the choice of a pace."""
+ACCEPTED_LATE = 0.003
+"""Share of the modelled time that phases may be late, so that a short one, as a small model's update, does
+not slow down all others."""
+
+
 class PassTimes(Protocol):
     """A card's modelled seconds, before `time_scale`."""
 
@@ -47,12 +54,13 @@ class Pacer:
     def __init__(self) -> None:
         self._update_seconds: Callable[[], float] | None = None
         self.time_scale = 0.0
-        self._ratios: dict[str, list[float]] = {}
+        self._work: dict[str, list[tuple[float, float]]] = {}
+        """Of each kind of phase since `start`: seconds of real work, modelled seconds."""
         self._shortest = math.inf
         self._modelled = self._late = 0.0
         self._samples = 0
         self._phase = ""
-        self._started = self._allowed = 0.0
+        self._started = self._allowed = self._slept = 0.0
         self.backward_done = 1.0
         """Fraction of the running backward pass whose modelled time is over."""
         self._updating = False
@@ -86,22 +94,32 @@ class Pacer:
         """Modelled seconds of all phases since pacing started."""
         return self._modelled / self.time_scale if self.time_scale else 0.0
 
-    def slowest_ratio(self) -> float:
-        """Return the largest real ÷ modelled time of a phase before pacing started.
+    def needed_scale(self, margin: float) -> float:
+        """Return the smallest scale at which the phases since `start` are late by `ACCEPTED_LATE` at most.
 
-        It takes the median of each kind of phase: the first pass warms up caches, and another may meet a busy
-        moment.
+        A phase takes `margin` times its real work, without the delays. Before pacing, its work is the median
+        of its kind: the first pass warms up caches, and another may meet a busy moment. At a pace it is the
+        longest of its kind but the first.
         """
-        return max((statistics.median(ratios) for ratios in self._ratios.values()), default=0.0)
+        kinds = []
+        for phases in self._work.values():
+            later = phases[1:] or phases
+            work = [real for real, _ in later]
+            typical = max(work) if self.time_scale else statistics.median(work)
+            kinds.append((typical * margin * len(later), sum(allowed for _, allowed in later)))
+        return _least_scale(kinds)
 
     def shortest_pass(self) -> float:
         """Return the seconds of the shortest modelled forward or backward pass so far."""
         return self._shortest
 
     def start(self, time_scale: float) -> None:
-        """Delay every phase from now on to `time_scale` times its modelled duration."""
+        """Delay every phase from now on to `time_scale` times its modelled duration, and count from 0."""
         self.time_scale = time_scale
         self._updating = False
+        self._modelled = self._late = 0.0
+        self._work.clear()
+        self.paced.clear()
 
     def begin_update(self) -> None:
         """Begin the optimizer's phase: all gradients have arrived."""
@@ -162,22 +180,44 @@ class Pacer:
         self._phase, self._allowed = phase, seconds
         if phase != "update":
             self._shortest = min(self._shortest, seconds)
+        self._slept = 0.0
         self._started = time.perf_counter()
 
     def _wait_until(self, fraction: float) -> None:
-        left = self._started + fraction * self._allowed * self.time_scale - time.perf_counter()
+        began = time.perf_counter()
+        left = self._started + fraction * self._allowed * self.time_scale - began
         if left > 0:
             time.sleep(left)
+            self._slept += time.perf_counter() - began
 
     def _end(self) -> None:
         elapsed = time.perf_counter() - self._started
+        if len(phases := self._work.setdefault(self._phase, [])) < MOST_PHASES:
+            phases.append((elapsed - self._slept, self._allowed))
         if self.time_scale == 0.0:
-            self._ratios.setdefault(self._phase, []).append(elapsed / self._allowed)
             return
         allowed = self._allowed * self.time_scale
         self._modelled += allowed
         self._late += max(0.0, elapsed - allowed - GRAIN_SECONDS)
         self.paced.append((self._phase, elapsed, allowed))
+
+
+def _least_scale(kinds: Sequence[tuple[float, float]]) -> float:
+    """Return the least factor of the modelled times by which the work is late by `ACCEPTED_LATE` at most.
+
+    Args:
+        kinds: seconds of work and modelled seconds, which are above zero.
+    """
+    modelled = sum(allowed for _, allowed in kinds)
+
+    def late(scale: float) -> float:
+        return sum(max(0.0, work - scale * allowed) for work, allowed in kinds)
+
+    low, high = 0.0, max((work / allowed for work, allowed in kinds), default=0.0)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if late(middle) <= ACCEPTED_LATE * middle * modelled else (middle, high)
+    return high
 
 
 class Marks(Protocol):

@@ -61,6 +61,9 @@ LEAST_EXTRA_SECONDS = 1.0
 MOST_OF_SHARE = 2.0
 """Largest measured size ÷ the likely share: shares move, and a curve is extrapolated from there."""
 WARM_STEPS, JOINT_STEPS = 3, 8
+STEADY_PASSES, STEADY_OF_SHARE, STEADY_STEPS = 2, 1.25, (1, 3)
+"""The same where passes always take the same time, as an emulated card's do: passes of a size, largest size ÷
+likely share, and joint steps (not timed, timed)."""
 SMALL_BYTES, LARGE_BYTES = 2**16, 2**24
 """Messages whose times separate an all-reduce's latency from its rate."""
 
@@ -92,7 +95,7 @@ class _Passes:
 def calibrate(state: TrainState, store: dist.Store) -> dict[str, Any]:
     """Return the measured `devices` and `exchange` as plain types, the same on every rank.
 
-    Times of emulated devices are modelled seconds.
+    Times of emulated devices are modelled seconds, and `time_scale` is the pace at which they were measured.
     """
     scale = state.time_scale or 1.0
     with restored_after(state):
@@ -106,11 +109,16 @@ def calibrate(state: TrainState, store: dist.Store) -> dict[str, Any]:
             return {"devices": [device.to_dict() for device in devices], "exchange": Exchange().to_dict()}
         split = solve([device.curve for device in devices], state.config.trainer.global_batch_size)
         measured = _measure_exchange(state) if not state.plan.paced else None
-        joint = joint_steps(state, split)
+        steps = STEADY_STEPS if _steady(state) else (WARM_STEPS, JOINT_STEPS)
+        joint = joint_steps(state, split, *steps)
         passes.points += _single_passes(state, split.counts[state.rank], joint.local_seconds, scale)
         devices = _all_gathered(state, store, "calibration/joint", _fitted(state, passes))
         exchange = _beside_work(state, devices, split, joint, measured, scale)
-    return {"devices": [device.to_dict() for device in devices], "exchange": exchange.to_dict()}
+    return {
+        "devices": [device.to_dict() for device in devices],
+        "exchange": exchange.to_dict(),
+        "time_scale": state.time_scale,
+    }
 
 
 def _all_gathered(
@@ -136,19 +144,31 @@ def _measure_passes(state: TrainState, scale: float) -> _Passes:
     speeds[state.rank] = first / statistics.median(seconds for _, seconds in passes.points)
     speeds = state.communicator.all_reduce(speeds)
     likely = total * float(speeds[state.rank] / speeds.sum())
-    largest = min(total, max(4, round(MOST_OF_SHARE * likely)))
+    steady = state.backend.steady
+    largest = min(total, max(4, round((STEADY_OF_SHARE if steady else MOST_OF_SHARE) * likely)))
     largest = min(largest, state.microbatch_size or largest)
     began = time.perf_counter()
     fits: list[int] = []
-    for size in sizes_to_measure(largest, NUM_SIZES):
-        if not _time_if_it_fits(state, batch, size, passes, scale):
+    repetitions = STEADY_PASSES if steady else PASSES
+    # Two sizes besides the first one show a line, and that it is one.
+    sizes = sorted({max(1, largest // 2), largest}) if steady else sizes_to_measure(largest, NUM_SIZES)
+    for size in sizes:
+        if not _time_if_it_fits(state, batch, size, passes, scale, repetitions, warm=steady):
             passes.most = max([first, *fits])
             break
         fits.append(size)
+    if steady:
+        return passes
     for size in reversed(fits):
         _measure_more(state, batch, size, passes, scale)
     _measure_again(state, batch, passes, scale, time.perf_counter() - began)
     return passes
+
+
+def _steady(state: TrainState) -> bool:
+    """Return whether all ranks' passes always take the same time."""
+    unsteady = torch.tensor([not state.backend.steady], dtype=torch.float64)
+    return not float(state.communicator.all_reduce(unsteady, "max"))
 
 
 def _first_size(state: TrainState, batch: tuple[Any, Any], most: int, scale: float) -> int:
@@ -459,7 +479,7 @@ def _buckets(state: TrainState) -> tuple[tuple[float, int], ...]:
     if state.hook.buckets:
         return tuple(state.hook.buckets)
     num_bytes = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad)
-    cap = int(getattr(state.strategy, "bucket_cap_mb", 25.0) * 2**20)
+    cap = state.strategy.bucket_cap_bytes(num_bytes)
     sizes = [min(cap, num_bytes - start) for start in range(0, num_bytes, cap)]
     done, buckets = 0, []
     for size in sizes:  # by bytes: where the work lies is not counted on real devices

@@ -16,35 +16,55 @@ from hetexp.training.normalizer import LossNormalizer
 from hetexp.training.seeding import keeping_random_states
 from hetexp.training.state import Progress, TrainState
 
-WARMUP_STEPS = 6
+WARMUP_STEPS, PACED_STEPS = 4, 4
+"""Steps at full speed, and then at the pace that these allow."""
+COLD_STEPS = 2
+"""Steps of a new process that are slower than later ones, where an earlier process measured the pace."""
 
 
 def calibrate_time_scale(
-    state: TrainState, real_steps: Callable[[TrainState], None] | None = None
+    state: TrainState, real_steps: Callable[[TrainState, int], None] | None = None
 ) -> float | None:
     """Find the time scale of emulated devices and start their pacing; return `None` without such devices.
 
-    All ranks run a few real steps at the same time, as they will in training, and take the smallest scale
-    that none of them outruns. Parameters, optimizer, schedule and random states are restored.
+    All ranks run a few real steps at full speed, then at a pace that these allow, because a machine whose
+    cores rest now and then computes at another speed. They take the smallest scale that none of them outruns.
+    Parameters, optimizer, schedule and random states are restored.
 
     Args:
-        real_steps: runs these steps at full speed; by default those of the configured training.
+        real_steps: runs so many steps; by default those of the configured training.
     """
     if not state.plan.paced:
         return None
-    scale = state.config.hardware.time_scale
-    if scale is None:
+    scale: float | None = state.config.hardware.time_scale
+    run = real_steps or _real_steps
+    if scale is None and (measured := (state.plan.calibration or {}).get("time_scale")) is not None:
+        scale = measured
         with restored_after(state):
-            (real_steps or _real_steps)(state)
-        compute = state.backend.rehearsal_scale() or 0.0
-        ratios = [link.real_ratio() for link in state.engine.paced_links]
-        links = max(ratios, default=0.0) * SCALE_MARGIN
-        needed = torch.tensor([max(compute, links)], dtype=torch.float64)
-        scale = float(state.communicator.all_reduce(needed, "max"))
+            run(state, COLD_STEPS)
+    elif scale is None:
+        with restored_after(state):
+            run(state, WARMUP_STEPS)
+            links = max((link.real_ratio() for link in state.engine.paced_links), default=0.0)
+            first = _slowest(state, links * SCALE_MARGIN)
+            _start_pacing(state, first)
+            run(state, PACED_STEPS)
+            state.backend.pause()
+            scale = _slowest(state, links * SCALE_MARGIN)
+    _start_pacing(state, scale)
+    return scale
+
+
+def _slowest(state: TrainState, links: float) -> float:
+    """Return the smallest scale that no rank's passes outrun, nor its links."""
+    needed = torch.tensor([max(state.backend.rehearsal_scale() or 0.0, links)], dtype=torch.float64)
+    return float(state.communicator.all_reduce(needed, "max"))
+
+
+def _start_pacing(state: TrainState, scale: float) -> None:
     state.communicator.barrier()
     state.backend.start_pacing(scale)
     state.engine.start_pacing(scale)
-    return scale
 
 
 @contextmanager
@@ -66,12 +86,12 @@ def restored_after(state: TrainState) -> Iterator[None]:
     state.engine.forget()
 
 
-def _real_steps(state: TrainState) -> None:
-    """Train a few steps at full speed."""
+def _real_steps(state: TrainState, steps: int) -> None:
+    """Train so many steps."""
     divisor = state.strategy.gradient_divisor(state.communicator.world_size)
     scale = copy.copy(state.loss_scale)  # the training starts with its own
     normalizer = LossNormalizer(StepMessage(state.communicator), divisor, loss_scale=scale)
     meter = StepTimer(state.backend)
-    for batch in state.engine.batches(Progress().position, WARMUP_STEPS):
+    for batch in state.engine.batches(Progress().position, steps):
         state.engine.step(-1, batch, normalizer, meter)
     state.engine.rehearse_exchange()

@@ -280,7 +280,7 @@ def test_the_rehearsal_finds_the_slowest_pass(clock: Clock) -> None:
     needed = backend.rehearsal_scale()
     assert needed is not None
     assert needed == pytest.approx(
-        3.0 / (OVERHEAD + SAMPLES * 2 * 8 * 8 / RATE) * emulated.SCALE_MARGIN, rel=1e-5
+        3.0 / (OVERHEAD + SAMPLES * 2 * 8 * 8 / RATE) * emulated.SCALE_MARGIN, rel=0.02
     )
     # With the scale that it asks for, the same work is never late.
     backend.resume()

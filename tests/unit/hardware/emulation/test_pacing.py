@@ -406,6 +406,10 @@ def test_evaluation_is_paced_too_and_leaves_no_hook(clock: Clock) -> None:
 # ---------------------------------------------------------------- when the machine cannot keep up
 
 
+LATE = 0.01
+"""A scale may let phases be late by less than this."""
+
+
 def test_the_slowest_phase_decides_by_its_median(clock: Clock) -> None:
     model = Working(8, clock)
     pacer = paced(model, torch.zeros(2, 8))
@@ -413,20 +417,48 @@ def test_the_slowest_phase_decides_by_its_median(clock: Clock) -> None:
         model.forward_seconds, model.backward_seconds = forward, backward
         model(torch.zeros(SAMPLES, 8)).sum().backward()
     # Modelled are 1 and 2 seconds; the first forward pass warmed up.
-    assert pacer.slowest_ratio() == pytest.approx(3.0)
+    assert pacer.needed_scale(1.0) == pytest.approx(2.5, rel=LATE)
+    assert pacer.needed_scale(2.0) == pytest.approx(5.0, rel=LATE)
     model.backward_seconds = 16.0
     for _ in range(4):
         model(torch.zeros(SAMPLES, 8)).sum().backward()
-    assert pacer.slowest_ratio() == pytest.approx(8.0)
+    assert pacer.needed_scale(1.0) == pytest.approx(8.0, rel=LATE)
+
+
+def test_at_a_pace_the_longest_work_decides_without_the_delays(clock: Clock) -> None:
+    model = Working(8, clock)
+    pacer = paced(model, torch.zeros(2, 8))
+    model(torch.zeros(SAMPLES, 8)).sum().backward()
+    pacer.start(10.0)
+    for forward in (9.0, 3.0, 4.0, 3.0):
+        model.forward_seconds, model.backward_seconds = forward, 1.0
+        model(torch.zeros(SAMPLES, 8)).sum().backward()
+    assert pacer.needed_scale(1.0) == pytest.approx(4.0, rel=LATE)
+    assert len(pacer.paced) == 8
+    pacer.start(4.0)
+    assert (pacer.paced, pacer.modelled_seconds, pacer.late_share) == ([], 0.0, 0.0)
+
+
+def test_a_short_phase_does_not_slow_down_all_others(clock: Clock) -> None:
+    """An update of a few milliseconds may be late: that is a small part of the step."""
+    model = Working(8, clock)
+    model.forward_seconds, model.backward_seconds = 200.0, 400.0
+    pacer = paced(model, torch.zeros(2, 8))
+    for _ in range(3):
+        model(torch.zeros(SAMPLES, 8)).sum().backward()
+        pacer.begin_update()
+        clock.work(26.0)  # in time at a scale of 208
+        pacer.end_update()
+    assert pacer.needed_scale(1.0) == pytest.approx(200.0, rel=LATE)
 
 
 def test_an_update_counts_in_the_rehearsal(clock: Clock) -> None:
     pacer = paced(mlp(8, 4), torch.zeros(2, 8))
-    assert pacer.slowest_ratio() == 0.0
+    assert pacer.needed_scale(1.0) == 0.0
     pacer.begin_update()
     clock.work(0.5)
     pacer.end_update()
-    assert pacer.slowest_ratio() == pytest.approx(4.0)
+    assert pacer.needed_scale(1.0) == pytest.approx(4.0, rel=LATE)
 
 
 def test_lateness_is_a_share_of_all_modelled_time(clock: Clock) -> None:
