@@ -21,7 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 setup: $(INSTALLED) ## the virtual environment in .venv, with everything installed
 
 demo: $(INSTALLED) ## the main job: one model on two unequal devices (emulated unless both are here)
-	$(BIN)/python train.py hardware=nvidia_arc hardware.missing=emulate_all strategy=ddp balancing=adaptive
+	$(BIN)/python train.py hardware=nvidia_arc strategy=ddp
 
 test: $(INSTALLED) ## all tests
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder

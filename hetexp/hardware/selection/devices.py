@@ -92,6 +92,11 @@ def _take_entries(config: HardwareConfig, selection: Selection, pool: CardPool, 
         else:
             selection.problems.append(_absent(key, entry, pool, entries if config.cards else ()))
         selection.devices[start:] = [_altered(d, key, entry, selection) for d in selection.devices[start:]]
+    usable = [str(card.spec) for cards in real.values() for card in cards if pool.why_not(card) is None]
+    if usable and config.missing == "emulate_all" and missing:
+        selection.reasons.append(
+            f"`python train.py` without hardware= trains on this machine's own {', '.join(usable)}."
+        )
 
 
 def _altered(device: DeviceSpec, key: str, entry: DeviceEntry, selection: Selection) -> DeviceSpec:

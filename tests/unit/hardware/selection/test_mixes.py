@@ -134,9 +134,19 @@ def test_eight_mixed_is_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize("mix", ["nvidia_amd", "mac_nvidia", "a100_v100"])
-def test_a_part_of_a_mix_is_an_error_with_the_fix(mix: str) -> None:
+def test_a_part_of_a_mix_is_emulated_and_says_what_trains_on_the_real_card(mix: str) -> None:
     one = found("nvidia NVIDIA A100-SXM4-80GB")
-    (problem,) = select(one, f"hardware={mix}").problems
+    selection = select(one, f"hardware={mix}")
+    assert not selection.problems
+    assert [device.card for device in selection.devices] == EMULATED[mix]
+    (own,) = [reason for reason in selection.reasons if "python train.py" in reason]
+    assert str(one[0]) in own
+
+
+@pytest.mark.parametrize("mix", ["nvidia_amd", "mac_nvidia", "a100_v100"])
+def test_a_part_of_a_mix_is_an_error_with_the_fix_if_that_is_asked_for(mix: str) -> None:
+    one = found("nvidia NVIDIA A100-SXM4-80GB")
+    (problem,) = select(one, f"hardware={mix}", "hardware.missing=error").problems
     assert "hardware.missing=emulate" in problem
     assert len(chosen(one, f"hardware={mix}", "hardware.missing=emulate")) == 2
     assert chosen(one, f"hardware={mix}", "hardware.missing=drop") == ["cuda:0"]
