@@ -6,6 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GIB = 1024**3
+_MARK = " (emulated)"
+
+
+def plain_name(name: str) -> str:
+    """Return a device's name without the mark of an emulated one."""
+    return name.removesuffix(_MARK)
 
 
 @dataclass(frozen=True)

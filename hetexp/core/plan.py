@@ -91,6 +91,8 @@ class Plan:
     """Chosen devices that take no part, because a step is as short or shorter without them."""
     reasons: tuple[str, ...] = ()
     """Reasons for the plan, as sentences."""
+    headline: str = ""
+    """Which devices train, and how fast beside the fastest one alone; empty if nothing was measured."""
     exact: bool = True
     """Whether each step is the one that a single device would take with the global batch."""
     fallback: dict[str, str] | None = None

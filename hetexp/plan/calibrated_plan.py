@@ -21,6 +21,9 @@ from hetexp.plan.routes import routed
 
 LEAST_GAIN = 0.01
 """Least relative gain by which a device takes part, because a smaller one cannot be measured."""
+GAIN_OVER_BEFORE = 0.1
+"""Least relative gain by which other devices take part than in earlier runs of a job. Measurements of a busy
+machine differ by less, and the same command should train on the same devices."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,19 @@ class Choice:
 
 
 def choose(
-    plan: Plan, devices: Sequence[DeviceCalibration], exchange: Exchange, drop_slower: bool = True
+    plan: Plan,
+    devices: Sequence[DeviceCalibration],
+    exchange: Exchange,
+    drop_slower: bool = True,
+    before: Sequence[int] | None = None,
 ) -> Choice:
     """Return the set of devices and the split with the shortest predicted step.
 
     Args:
         plan: of the measured devices.
         drop_slower: whether devices may be left out.
+        before: ranks of the devices that trained in earlier runs of the job, which do so again unless others
+            are faster by `GAIN_OVER_BEFORE`.
 
     Raises:
         ValueError: the devices' memory together does not hold the batch.
@@ -61,6 +70,15 @@ def choose(
             best = choice
     names = [str(device) for device in plan.devices]
     reasons = []
+    if drop_slower and before is not None and tuple(before) != best.ranks and holds(devices, before, total):
+        same = best_split(plan, devices, exchange, before)
+        if best.step_seconds > same.step_seconds * (1 - GAIN_OVER_BEFORE):
+            reasons.append(
+                f"The same devices train as in earlier runs of this job, as others are predicted to be only "
+                f"{same.step_seconds / best.step_seconds - 1:.0%} faster; balancing.recalibrate=true chooses "
+                "again."
+            )
+            best = same
     for rank in ordered:
         if rank not in best.ranks:
             whole = best_split(plan, devices, exchange, tuple(sorted((*best.ranks, rank))))
@@ -128,13 +146,15 @@ def calibrated_plan(
     exchange: Mapping[str, Any],
     choice: Choice,
     source: Mapping[str, Any] | None = None,
+    headline: str = "",
 ) -> Plan:
     """Return the plan of the chosen devices, with their measurements.
 
     Args:
         exchange: plain types of the `Exchange` of the choice.
-        source: time of the measurement, whether it was kept, and the names of its entries
-            (`hetexp.plan.calibrations`).
+        source: time of the measurement, whether it was kept, the names of its entries
+            (`hetexp.plan.calibrations`), and the pace of emulated devices.
+        headline: as of the plan.
     """
     total = plan.config["trainer"]["global_batch_size"]
     changed = plan.of_ranks(
@@ -145,6 +165,7 @@ def calibrated_plan(
         local_batch_sizes=choice.split.counts,
         microbatch_sizes=tuple(devices[rank].curve.microbatch_size for rank in choice.ranks),
         memory_bytes=(),
+        headline=headline,
         calibration={
             "devices": [devices[rank].to_dict() for rank in choice.ranks],
             "exchange": exchange,

@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -105,6 +105,41 @@ def store(plan: Plan, config: Config, measured: Mapping[str, Any]) -> str:
     except OSError as error:
         log.warning("what was measured could not be kept in %s: %s", folder(), error.strerror or error)
     return measured_at
+
+
+def keep_choice(plan: Plan, config: Config, ranks: Sequence[int]) -> None:
+    """Keep which of the plan's devices train, so that later runs of the job choose the same ones.
+
+    `drop_if_wrong` does not delete it: a split follows the measurements, but who takes part does not change
+    with each of them.
+    """
+    if not _keeps(plan, config):
+        return
+    name, facts = _choice_entry(plan, config)
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        write_json(folder() / name, {"format": FORMAT, "facts": facts, "ranks": list(ranks)})
+    except OSError as error:
+        log.warning("which devices train could not be kept in %s: %s", folder(), error.strerror or error)
+
+
+def earlier_choice(plan: Plan, config: Config) -> tuple[int, ...] | None:
+    """Return the ranks of the devices that trained in an earlier run of this job; `None` without one."""
+    if not _keeps(plan, config):
+        return None
+    name, facts = _choice_entry(plan, config)
+    try:
+        entry = json.loads((folder() / name).read_text(encoding="utf-8"))
+        ranks = tuple(int(rank) for rank in entry["ranks"])
+        same = entry["format"] == FORMAT and entry["facts"] == json.loads(json.dumps(facts))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return ranks if same and ranks and max(ranks) < plan.world_size else None
+
+
+def _choice_entry(plan: Plan, config: Config) -> tuple[str, dict[str, Any]]:
+    *_, (name, facts) = _entries(plan, config)
+    return name.replace("job-", "choice-"), facts
 
 
 def names(plan: Plan, config: Config) -> list[str]:

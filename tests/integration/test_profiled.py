@@ -76,6 +76,10 @@ def test_hidden_speeds_are_found_and_the_weights_are_the_same(train: Train, own_
     assert summary["predicted_step_s"] > 0
     assert summary["ceiling"] <= 1.0
     assert "of the sum of what the devices do alone" in run.screen
+    fastest = summary["fastest_alone"]
+    assert fastest["device"] == summary["devices"][0]["id"]
+    assert fastest["gain"] == pytest.approx(summary["samples_per_s"] / fastest["samples_per_s"])
+    assert f"{fastest['gain']:.2f}× as fast as the" in run.screen
     # Measuring changes nothing that is learned.
     same = train(*RUN, own_cards, "hardware.deviation_seed=3")
     assert difference(run.parameters(), same.parameters()) < 1e-5
@@ -88,7 +92,8 @@ def test_what_was_measured_serves_the_next_run(train: Train, own_cards: str) -> 
     assert "Measuring" in first.screen and "Measuring" not in second.screen
     assert "balancing.recalibrate=true measures them again" in " ".join(second.screen.split())
     plans = [json.loads((run.folder / "plan.json").read_text()) for run in (first, second)]
-    assert plans[0]["calibration"] | {"cached": True} == plans[1]["calibration"]
+    # The pace is that of the moment, and found again.
+    assert plans[0]["calibration"] | {"cached": True, "time_scale": None} == plans[1]["calibration"]
     assert [run.summary["calibration"]["cached"] for run in (first, second)] == [False, True]
 
 

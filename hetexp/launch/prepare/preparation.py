@@ -18,6 +18,7 @@ from hetexp.launch.prepare.estimates import estimate_devices, estimate_memory
 from hetexp.plan import calibrations
 from hetexp.plan.calibrated_plan import Choice, calibrated_plan, choose, start_from_estimates
 from hetexp.plan.device_estimates import MEASURED
+from hetexp.plan.predict.paying_batch import headline
 from hetexp.plan.routes import routed
 from hetexp.plan.run_spec import RunSpec
 from hetexp.plan.stages.assign import StageAssignment, StagedStrategy, assign_stages
@@ -132,20 +133,23 @@ class Preparation:
             return start_from_estimates(plan, kept, self._limits(plan, memory)[0]) if kept else plan
         if cached is None and self._measure is None:
             return self._before_measuring(plan, memory)
+        scale = None
         if cached is None:
             assert self._measure is not None
             result = self._measure(plan, self._spec)
             measured = [DeviceCalibration.from_dict(raw) for raw in result["devices"]]
-            exchange = result["exchange"]
+            exchange, scale = result["exchange"], result.get("time_scale")
             measured_at = calibrations.store(plan, config, result)
         else:
             measured, exchange = list(cached.devices), cached.exchange.to_dict()
             measured_at = cached.measured_at
             plan = replace(plan, reasons=(cached.reason(), *plan.reasons))
-        devices, choice = self._best_split(plan, memory, measured, Exchange.from_dict(exchange))
+        devices, choice, first_line = self._best_split(plan, memory, measured, Exchange.from_dict(exchange))
+        calibrations.keep_choice(plan, config, choice.ranks)
         entries = calibrations.names(plan, config)
         source = {"measured_at": measured_at, "cached": cached is not None, "entries": entries}
-        return calibrated_plan(plan, devices, exchange, choice, source)
+        source["time_scale"] = scale  # of this moment; an earlier run's machine may have been less busy
+        return calibrated_plan(plan, devices, exchange, choice, source, first_line)
 
     def _before_measuring(self, plan: Plan, memory: RunMemory | None) -> Plan:
         """Return the plan with the best split by estimates, and add a remark about their source."""
@@ -158,12 +162,12 @@ class Preparation:
             names = ", ".join(device.id for device, calibration in pairs if calibration is None)
             self.remarks.append(f"{first}; this split is where it begins, as nothing is known of {names}.")
             return plan
-        devices, choice = self._best_split(plan, memory, calibrated, estimates.exchange)
+        devices, choice, first_line = self._best_split(plan, memory, calibrated, estimates.exchange)
         source = " and ".join(dict.fromkeys(estimates.sources))
         if set(estimates.sources) == {MEASURED}:
             source = "measured before for another batch or strategy"
         self.remarks.append(f"{first}; this split and step are by figures {source}.")
-        return calibrated_plan(plan, devices, estimates.exchange.to_dict(), choice)
+        return calibrated_plan(plan, devices, estimates.exchange.to_dict(), choice, headline=first_line)
 
     def _best_split(
         self,
@@ -171,8 +175,8 @@ class Preparation:
         memory: RunMemory | None,
         measured: Sequence[DeviceCalibration],
         exchange: Exchange,
-    ) -> tuple[list[DeviceCalibration], Choice]:
-        """Return the devices within their memory, and the split over them with the shortest step.
+    ) -> tuple[list[DeviceCalibration], Choice, str]:
+        """Return the devices within their memory, the split with the shortest step, and the plan's headline.
 
         Args:
             measured: each device of the plan alone.
@@ -187,7 +191,8 @@ class Preparation:
         devices = [device.capped(cap).split_microbatches(size or None) for device, cap, size in limits]
         step_exchange = strategy.step_exchange(exchange, plan, plan.devices)
         try:
-            return devices, choose(plan, devices, step_exchange, strategy.may_leave_out(policy))
+            before = calibrations.earlier_choice(plan, self._spec.config) if not policy.recalibrate else None
+            choice = choose(plan, devices, step_exchange, strategy.may_leave_out(policy), before)
         except ValueError as error:
             raise ConfigError(
                 must_be(
@@ -197,6 +202,7 @@ class Preparation:
                     f"{error}. A smaller trainer.microbatch_size needs less.",
                 )
             ) from error
+        return devices, choice, headline(plan, devices, step_exchange, choice)
 
     def _limits(
         self, plan: Plan, memory: RunMemory | None

@@ -62,6 +62,33 @@ def test_a_gain_that_cannot_be_measured_is_no_reason_to_take_it() -> None:
     assert choose(plan_of(2), [device(0.01), slow], Exchange(), drop_slower=False).ranks == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "before", "ranks"),
+    [
+        (0.10, None, (0, 1)),  # 0.58 s together against 0.64 s alone
+        (0.10, (0,), (0,)),  # 9 % is no reason to change
+        (0.00, (0,), (0, 1)),  # 25 % is
+        (0.18, None, (0,)),  # 0.66 s against 0.64 s
+        (0.18, (0, 1), (0, 1)),
+        (0.40, (0, 1), (0,)),
+    ],
+)
+def test_who_takes_part_stays_unless_others_are_clearly_faster(
+    seconds: float, before: tuple[int, ...] | None, ranks: tuple[int, ...]
+) -> None:
+    choice = choose(plan_of(2), [device(0.01), device(0.03)], linked(seconds), before=before)
+    assert choice.ranks == ranks
+    kept = (
+        before == ranks and choose(plan_of(2), [device(0.01), device(0.03)], linked(seconds)).ranks != ranks
+    )
+    assert any("balancing.recalibrate=true" in reason for reason in choice.reasons) == kept
+
+
+def test_all_take_part_where_none_may_be_left_out_whatever_was_before() -> None:
+    choice = choose(plan_of(2), [device(0.01), device(0.03)], linked(0.4), drop_slower=False, before=(0,))
+    assert choice.ranks == (0, 1)
+
+
 DEVICES = st.lists(st.builds(device, st.floats(1e-3, 1.0), st.floats(0.0, 0.5)), min_size=1, max_size=5)
 
 

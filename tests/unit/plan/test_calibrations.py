@@ -26,7 +26,17 @@ from hetexp.hardware.catalogue import load_catalogue
 from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.plan import calibrations
 from hetexp.plan.calibrated_plan import calibrated_plan, choose
-from hetexp.plan.calibrations import Cached, drop_if_wrong, find, folder, known_devices, names, store
+from hetexp.plan.calibrations import (
+    Cached,
+    drop_if_wrong,
+    earlier_choice,
+    find,
+    folder,
+    keep_choice,
+    known_devices,
+    names,
+    store,
+)
 
 NVIDIA = DeviceSpec("cuda:0", "cuda", 0, "Card", "nvidia", 8 * 2**30, uuid="GPU-1", driver="550", torch="2.9")
 INTEL = DeviceSpec("xpu:0", "xpu", 0, "Arc", "intel", 8 * 2**30, uuid="GPU-2", driver="1.3", torch="2.9")
@@ -259,6 +269,28 @@ def _write_often(start: Any) -> None:
     start.wait()
     for _ in range(20):
         store(*job(), measured())
+
+
+def test_who_trained_is_known_to_later_runs_of_the_job_also_if_the_measurement_is_dropped() -> None:
+    plan, config = job()
+    assert earlier_choice(plan, config) is None
+    store(plan, config, measured())
+    keep_choice(plan, config, (1,))
+    for name in names(plan, config):
+        (folder() / name).unlink()
+    assert find(plan, config) is None
+    assert earlier_choice(plan, config) == (1,)
+    assert earlier_choice(*job(trainer={"global_batch_size": 128})) is None
+    assert earlier_choice(*job(INTEL, NVIDIA)) is None
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"format": 2, "facts": {}, "ranks": [0]}'])
+def test_a_damaged_choice_is_none(text: str) -> None:
+    plan, config = job()
+    keep_choice(plan, config, (0, 1))
+    (path,) = folder().glob("choice-*.json")
+    path.write_text(text)
+    assert earlier_choice(plan, config) is None
 
 
 def test_runs_that_write_at_once_leave_whole_entries() -> None:
