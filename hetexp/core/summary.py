@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import hetexp
@@ -13,6 +14,26 @@ SCHEMA = 1
 LOST_TO = ("imbalance", "communication", "rounding", "data", "other")
 LOADING_MATTERS = 0.05
 """Share of a step's time that it may wait for samples before the user is told."""
+
+
+LEAST_STEPS = 20
+"""Fewest steps after the warm-up that show how fast a run is."""
+SPEEDS = ("samples_per_second", "samples_per_s")
+"""Last words of the names of a metric or a field of the summary that is a speed."""
+
+
+def modelled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics of a step with the speeds of emulated devices in samples per modelled second.
+
+    Args:
+        values: a line of `metrics.jsonl`, whose speeds are in real seconds; its `time_scale` is the number of
+            real seconds of a modelled one, and is absent where no device is emulated.
+    """
+    scale = values.get("time_scale")
+    if not scale:
+        return dict(values)
+    fast = {name for name in values if name.endswith(SPEEDS) and values[name] is not None}
+    return {name: value * scale if name in fast else value for name, value in values.items()}
 
 
 def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
@@ -54,6 +75,8 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "calibration": _calibration(plan),
         "predicted_step_s": None,
         "measured_step_s": None,
+        "measured_steps": None,
+        "fastest_alone": {"device": None, "samples_per_s": None, "gain": None, "source": None},
         "loading": {"wait_s": None, "load_s": None, "workers": None},
         "splits": None,
         "comm": {

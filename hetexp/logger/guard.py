@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hetexp.core.summary import modelled
 from hetexp.logger.base import Logger, RunInfo
 
 _LOG = logging.getLogger(__name__)
@@ -29,12 +30,14 @@ class GuardedLogger(Logger):
         self._each(lambda tracker: tracker.start(run))
 
     def log(self, metrics: Mapping[str, float | int | str | None], step: int) -> None:
-        """Record the metrics of a step."""
-        self._each(lambda tracker: tracker.log(metrics, step))
+        """Record the metrics of a step; speeds of emulated devices are modelled ones."""
+        shown = modelled(metrics)
+        self._each(lambda tracker: tracker.log(shown, step))
 
     def retell(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Record the lines that this run has logged before."""
-        self._each(lambda tracker: tracker.retell(lines))
+        shown = [modelled(line) for line in lines]
+        self._each(lambda tracker: tracker.retell(shown))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Close the run."""

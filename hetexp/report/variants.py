@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from hetexp.core.device import plain_name
 from hetexp.core.summary import LOST_TO
 from hetexp.report import figures
 from hetexp.report.baselines import (
@@ -106,7 +107,7 @@ def _cards(group: Sequence[RunRecord]) -> str:
 
 def plain(name: str) -> str:
     """Return a device's name without its mark `(emulated)`."""
-    return name.removesuffix(" (emulated)")
+    return plain_name(name)
 
 
 def _variant(

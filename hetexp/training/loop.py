@@ -491,6 +491,8 @@ class MetricsWindow:
             return line
         line["samples_per_second"] = self._samples / self._seconds
         line["step_seconds"] = self._seconds / self.num_steps
+        if self.state.time_scale is not None:
+            line["time_scale"] = self.state.time_scale
         predicted = (self.state.plan.calibration or {}).get("predicted_step_seconds")
         if predicted is not None:
             line["predicted_step_seconds"] = predicted * (self.state.time_scale or 1.0)

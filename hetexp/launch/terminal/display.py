@@ -15,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from hetexp.core.device import GIB
+from hetexp.core.device import GIB, plain_name
 from hetexp.core.plan import Plan
+from hetexp.core.summary import LEAST_STEPS, modelled
 from hetexp.launch.terminal.lines import format_number, print_line
 from hetexp.logger.jsonl import EARLIER_METRICS
 
@@ -115,7 +116,7 @@ class Display:
         for line in self._log.lines():
             self.console.print(line, markup=False, highlight=False)
         for text in self._metrics.lines():
-            row = json.loads(text)
+            row = modelled(json.loads(text))
             if "train/loss" in row:
                 self._show_step(row)
             elif "eval/loss" in row:
@@ -155,6 +156,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     """Print the banner of an emulated run and the plan's table with its reasons."""
     if plan.emulated:
         console.print(Panel(_banner(plan), title=_title(plan), border_style="bold yellow", style="yellow"))
+    if plan.headline:
+        print_line(console, plan.headline, "bold")
     # As text, not markup: a name has the typed overrides, maybe with brackets.
     table = Table(title=Text(plan.name), title_justify="left", title_style="bold")
     columns = ["rank", "device", "name", "share"]
@@ -195,7 +198,7 @@ def _title(plan: Plan) -> str:
 
 def _banner(plan: Plan) -> str:
     """Return which devices are emulated, and which are slowed down or limited."""
-    absent = [d.name.replace(" (emulated)", "") for d in plan.devices if d.backend == "emulated"]
+    absent = [plain_name(d.name) for d in plan.devices if d.backend == "emulated"]
     altered = [d.name for d in plan.devices if d.emulated and d.backend != "emulated"]
     text = ""
     if absent:
@@ -212,7 +215,7 @@ def _banner(plan: Plan) -> str:
 
 def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> None:
     """Print the results of a completed run."""
-    emulated = summary["emulated"]
+    emulated, scale = summary["emulated"], summary["time_scale"] or 1.0
     if summary["fallback"] is not None:
         print_line(console, "Not {from} but {to}: {reason}".format_map(summary["fallback"]), "yellow")
     exchange = summary["comm"].get("fallback")
@@ -231,15 +234,19 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
             device["id"],
             Text(device["name"]),
             format_number(device["share"], ".1%"),
-            format_number(device["samples_per_s"], ",.0f"),
-            format_number(device["idle_s"], ".1f", " s"),
+            format_number(_times(device["samples_per_s"], scale), ",.0f"),
+            format_number(_times(device["idle_s"], 1 / scale), ".3g", " s"),
             format_number(memory / 2**20 if memory is not None else None, ",.0f", " MiB"),
         )
     whole = "together" if len(summary["devices"]) > 1 else "in all"
     table.add_section()
-    table.add_row(whole, "", "100.0%", format_number(summary["samples_per_s"], ",.0f"), "", "")
+    speed = format_number(_times(summary["samples_per_s"], scale), ",.0f")
+    table.add_row(whole, "", "100.0%", speed, "", "")
     console.print(table)
-    if summary["efficiency"] is not None:
+    if summary["measured_steps"] is not None and summary["measured_steps"] < LEAST_STEPS:
+        text = f"Too short to tell how fast it is: {summary['measured_steps']} steps after the first"
+        print_line(console, f"{text} line of progress, and {LEAST_STEPS} are needed.")
+    elif summary["efficiency"] is not None:
         _show_efficiency(summary, console)
     if summary["loading"]["workers"] is not None:
         _show_loading(summary, console)
@@ -253,10 +260,9 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
     if summary["merge"] is not None:
         show_merge(summary["merge"], console)
     if emulated:
-        scale = summary["time_scale"]
-        how = (
-            f"compute, links and memory are modelled, time × {scale:.4g}" if scale else "devices were altered"
-        )
+        how = "devices were altered"
+        if summary["time_scale"]:
+            how = f"compute, links and memory are modelled, and a modelled second takes {scale:.4g} s"
         console.print(f"Emulated: {how}. Not a measurement of hardware.", style="yellow", highlight=False)
     if summary["valid"] is False:
         text = f"NOT VALID: {summary['invalid_reason']}"
@@ -301,10 +307,17 @@ def _show_loading(summary: dict[str, Any], console: Console) -> None:
 
 
 def _show_efficiency(summary: dict[str, Any], console: Console) -> None:
-    """Print the run's efficiency, and what the lost speed was lost to."""
+    """Print the run's speed beside the fastest device alone, its efficiency, and what was lost to what."""
+    scale, fastest = summary["time_scale"] or 1.0, summary["fastest_alone"]
+    if fastest["gain"] is not None:
+        names = {device["id"]: device["name"] for device in summary["devices"]}
+        name = plain_name(names[fastest["device"]])
+        text = f"{fastest['gain']:.2f}× as fast as the {name} alone"
+        style = "bold green" if fastest["gain"] >= 1.0 else "bold yellow"
+        print_line(console, f"{text} ({fastest['samples_per_s'] * scale:,.0f} samples/s)", style)
     lost = {name: share for name, share in summary["lost_to"].items() if share and abs(share) >= 0.005}
     losses = ", ".join(f"{name} {share:.1%}" for name, share in lost.items())
-    alone = f"{summary['solo_samples_per_s']:,.0f} samples/s"
+    alone = f"{summary['solo_samples_per_s'] * scale:,.0f} samples/s"
     if summary["ceiling"] is not None:
         alone += f"; at most {summary['ceiling']:.1%} can be had"
     else:
@@ -317,4 +330,9 @@ def _show_efficiency(summary: dict[str, Any], console: Console) -> None:
     # The step of a full batch, as predicted; the last batch of an epoch may be smaller.
     predicted, measured = summary["predicted_step_s"], summary["global_batch"] / summary["samples_per_s"]
     if predicted is not None:
-        console.print(f"Full step: predicted {predicted:.4g} s, measured {measured:.4g} s", highlight=False)
+        text = f"Full step: predicted {predicted / scale:.4g} s, measured {measured / scale:.4g} s"
+        console.print(text, highlight=False)
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return value * factor if value is not None else None

@@ -12,6 +12,7 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from hetexp.core.device import plain_name
 from hetexp.report.charts.svg import percent
 from hetexp.report.diagram.files import svg_of
 from hetexp.report.figures import throughput
@@ -138,7 +139,7 @@ def _badges(comparison: Comparison) -> list[tuple[str, str]]:
     if comparison.failed:
         badges.append((f"{len(comparison.failed)} not completed", "bad"))
     names = dict.fromkeys(
-        device["name"].replace(" (emulated)", "") for run in runs for device in run.summary.get("devices", ())
+        plain_name(device["name"]) for run in runs for device in run.summary.get("devices", ())
     )
     if names:
         badges.append(

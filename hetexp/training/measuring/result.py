@@ -53,6 +53,7 @@ def report(state: TrainState, store: dist.Store, outcome: Outcome, wall_seconds:
         "wall_s": wall_seconds,
         "samples_per_s": totals.global_samples / seconds if totals.steps else None,
         "measured_step_s": seconds / totals.steps if totals.steps else None,
+        "measured_steps": totals.steps,
         "final": {"train_loss": outcome.train_loss, "eval": outcome.evaluation or None},
         "merge": None,
         "checkpoint": outcome.checkpoint,
