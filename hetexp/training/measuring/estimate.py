@@ -36,6 +36,9 @@ from hetexp.training.recovery.oom_recovery import part_of
 from hetexp.training.seeding import seeded
 from hetexp.training.streams import refuse_stream
 
+LARGE_BYTES = 2 * 2**30
+"""Larger models are counted on the meta device if possible, even for emulated devices: a plan alone should
+not need the model's memory, nor the minutes in which its weights are drawn."""
 PEEKED = 32
 """Samples that are read for the length of a padded one."""
 _Rank = tuple[DeviceSpec, int, str, int | None]
@@ -102,6 +105,11 @@ class RunMemory:
         with torch.random.fork_rng(devices=[]):
             model = _build(self._config.model, self.data_facts, activation_checkpointing, self.sample[0])
         return to_precision(model, weight.dtype.to_real())
+
+    @property
+    def large(self) -> bool:
+        """Whether the model is too large to be built for a plan alone."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters()) > LARGE_BYTES
 
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return a batch's loss, as a rank takes it."""
