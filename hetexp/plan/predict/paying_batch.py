@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hetexp.core.cost.calibration import DeviceCalibration, Exchange
 from hetexp.core.plan import Plan
-from hetexp.plan.calibrated_plan import Choice, choose, holds
+from hetexp.plan.calibrated_plan import choose, holds
 
 LARGEST_MULTIPLE = 64
 """Largest batch that is tried, as a multiple of the run's."""
@@ -35,7 +35,7 @@ def paying_batch(
     num_devices: int,
     largest_multiple: int = LARGEST_MULTIPLE,
 ) -> BatchPrediction | None:
-    """Return the smallest batch whose fastest step uses all devices; `None` if there is none.
+    """Return the smallest batch whose fastest step uses so many devices; `None` if there is none.
 
     The run's own batch is tried first, then twice that, four times that, and so on.
 
@@ -43,13 +43,13 @@ def paying_batch(
         predict: global batch → its prediction; `None` for a batch that the devices do not hold, which ends
             the search. `batch_predictor` makes such a function.
         batch_size: the run's.
-        num_devices: all devices.
+        num_devices: fewest devices, usually all.
         largest_multiple: largest batch ÷ the run's.
     """
     multiple = 1
     while multiple <= largest_multiple:
         prediction = predict(batch_size * multiple)
-        if prediction is None or prediction.num_devices == num_devices:
+        if prediction is None or prediction.num_devices >= num_devices:
             return prediction
         multiple *= 2
     return None
@@ -73,30 +73,14 @@ def batch_predictor(
 
     def predict(batch_size: int) -> BatchPrediction | None:
         able = devices if limited is None else limited(batch_size)
+        trainer = {**plan.config["trainer"], "global_batch_size": batch_size}
         try:
-            choice = choose(of_batch(plan, batch_size), able, exchange)
-        except ValueError:
+            choice = choose(replace(plan, config={**plan.config, "trainer": trainer}), able, exchange)
+        except ValueError:  # the devices' memory does not hold it
             return None
-        return BatchPrediction(batch_size, len(choice.ranks), gain_of(choice, able, exchange))
+        pairs = [(holds(able, [rank], batch_size), one) for rank, one in enumerate(able)]
+        alone = [one.curve.seconds(batch_size) + exchange.data_seconds for fits, one in pairs if fits]
+        gain = min(alone) / choice.step_seconds if alone else None
+        return BatchPrediction(batch_size, len(choice.ranks), gain)
 
     return predict
-
-
-def of_batch(plan: Plan, batch_size: int) -> Plan:
-    """Return the plan with another global batch in its configuration; its split stays."""
-    trainer = {**plan.config["trainer"], "global_batch_size": batch_size}
-    return replace(plan, config={**plan.config, "trainer": trainer})
-
-
-def gain_of(choice: Choice, devices: Sequence[DeviceCalibration], exchange: Exchange) -> float | None:
-    """Return how many times as fast a choice is as the fastest device alone with the same batch.
-
-    `None` if no device alone holds the batch.
-    """
-    total = choice.split.total
-    alone = [
-        device.curve.seconds(total) + exchange.data_seconds
-        for rank, device in enumerate(devices)
-        if holds(devices, [rank], total)
-    ]
-    return min(alone) / choice.step_seconds if alone else None

@@ -149,19 +149,23 @@ class RunMemory:
             and estimate.total_bytes > device.memory_bytes
         ]
 
-    def caps(self) -> list[int | None]:
+    def caps(self, batch_size: int | None = None) -> list[int | None]:
         """Return the most samples of a step that each device's memory allows, `None` for no limit.
 
         There is no limit if the memory or the need is unknown, or if passes may be arbitrarily small. A
         device that cannot hold one sample has the cap 0.
+
+        Args:
+            batch_size: global batch; `None`: the run's.
         """
         trainer = self._config.trainer
+        total = batch_size or trainer.global_batch_size
         if trainer.microbatch_size is not None:
             return [None] * len(self._ranks)
         if trainer.accumulate == 1 and self._strategy.varies_passes():
-            most = [trainer.global_batch_size] * len(self._ranks)
+            most = [total] * len(self._ranks)
             return [0 if size == 0 else None for size in self.largest_passes(most)]
-        most_of_pass = -(-trainer.global_batch_size // trainer.accumulate)
+        most_of_pass = -(-total // trainer.accumulate)
         sizes = [
             self._largest(device, precision, most_of_pass, trainer.accumulate > 1)
             for device, _, precision, _ in self._ranks
