@@ -135,7 +135,7 @@ def predict_strategies(
         spec: the run, whose strategy decides the memory of its ranks.
         kept: each device's place in `old`; `None` for a new device.
         old: estimates of the devices before a change.
-        search: whether to look for a larger batch if the best row leaves devices out.
+        search: whether to answer in a sentence; if the best row leaves devices out, larger batches are tried.
     """
     memory = estimate_memory(plan, spec)
     unlimited = estimate_devices(plan, spec, memory)
@@ -159,13 +159,12 @@ def predict_strategies(
     }
     refusals = {name: " ".join(sentences) for name, sentences in problems.items() if sentences}
     prediction = predict_runs(inputs, choices.strategies, choices.own["balancing"], refusals)
-    if search and request.objective == "time":
-        prediction = replace(
-            prediction, paying=_paying_batch(inputs, prediction, unlimited, memory if check else None)
-        )
     ends = how_it_ends(spec.config.trainer, memory.steps_per_epoch)
-    sentence = answer(prediction) if request.objective == "time" else prediction.reasons[0]
-    return replace(_with_problems(prediction, choices), ends=ends, answer=sentence)
+    prediction = replace(_with_problems(prediction, choices), ends=ends)
+    if not search or request.objective != "time":
+        return replace(prediction, answer=prediction.reasons[0] if search else "")
+    paying = _paying_batch(inputs, prediction, unlimited, memory if check else None)
+    return replace(prediction, paying=paying, answer=answer(replace(prediction, paying=paying)))
 
 
 def what_if(changes: Sequence[Change], spec: RunSpec) -> ChangedPlan:

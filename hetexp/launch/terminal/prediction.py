@@ -20,7 +20,6 @@ from hetexp.plan.predict.scale import Scaled
 from hetexp.plan.routes import route_of_all, route_reason
 from hetexp.plan.stages.assign import layer_range
 
-MIB = 2**20
 WIDE = 100
 """Fewest columns of a terminal for tables with all columns."""
 LISTED = 8
@@ -29,8 +28,6 @@ LISTED = 8
 
 ROWS = 10
 """Most rows of the short table."""
-SPLIT, WIDE_SPLIT = 2, 4
-"""Most devices whose samples the short table shows, in a narrow and in a wide terminal."""
 
 
 def show(prediction: RunPrediction, console: Console, details: bool = False) -> None:
@@ -39,11 +36,10 @@ def show(prediction: RunPrediction, console: Console, details: bool = False) -> 
     Args:
         details: whether to print all rows, each device's samples and memory, and all reasons instead.
     """
-    show_one = show_details if details else show_prediction
-    show_one(prediction.as_it_is, console)
+    show_prediction(prediction.as_it_is, console, details)
     if prediction.what_if is not None:
         console.rule(Text(f"What if: {', '.join(map(str, prediction.changes))}"), align="left")
-        show_one(prediction.what_if, console)
+        show_prediction(prediction.what_if, console, details)
         _compare(prediction.as_it_is, prediction.what_if, console)
     if prediction.scaled is not None:
         base = prediction.what_if or prediction.as_it_is
@@ -51,44 +47,51 @@ def show(prediction: RunPrediction, console: Console, details: bool = False) -> 
         show_scaled(prediction.scaled, base.plan, console)
 
 
-def show_prediction(prediction: Prediction, console: Console) -> None:
-    """Print the answer, the fastest row of each strategy, and how to train like the recommended one."""
-    if prediction.answer:
-        _line(console, prediction.answer)
-    rows, devices = _fastest_rows(prediction), prediction.plan.devices
-    with_split = len(devices) <= (SPLIT if console.width < WIDE else WIDE_SPLIT)
-    columns = ["strategy", "policy", "step", "samples/s", "× alone", *(["split"] if with_split else [])]
-    table = Table(title=Text(_heading(prediction)), title_justify="left", title_style="bold")
-    for name in columns:
-        left = name in ("strategy", "policy", "split")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    alone = fastest_alone(prediction)
+def show_prediction(prediction: Prediction, console: Console, details: bool = False) -> None:
+    """Print the answer, a table, and the lines below it, as `show` does."""
+    _line(console, prediction.answer)
+    rows = [(row, [row.policy or ""]) for row in prediction.rows] if details else _fastest_rows(prediction)
+    best, wide = prediction.best, console.width >= WIDE
+    alone, num_devices = fastest_alone(prediction), len(prediction.plan.devices)
+    lines = []
     for row, policies in rows:
-        best, gain = prediction.best, None
-        if alone is not None and alone.step_seconds and row.step_seconds:
-            gain = alone.step_seconds / row.step_seconds
-        marked = best is not None and row.step_seconds == best.step_seconds and row.strategy == best.strategy
-        cells = [
-            f"{'→' if marked else ' '} {row.strategy}{'' if row.exact else ' *'}",
-            _policies(policies, prediction.preferred),
-            duration(row.step_seconds),
-            format_number(row.samples_per_second, ",.0f"),
-            format_number(gain, ".2f"),
-            *([_split(row, len(devices))] if with_split else []),
-        ]
-        table.add_row(*map(Text, cells), style="bold green" if marked else "")
-    if rows:
-        console.print(table)
-    if any(not row.exact for row, _ in rows):
-        _line(console, "* learns differently from one device, and so is not recommended by its speed.")
-    for reason in prediction.reasons[1:3]:  # how to run it, and the first device that is left out
+        is_best = best is not None and (row.strategy, row.step_seconds) == (best.strategy, best.step_seconds)
+        marked = row is best if details else is_best
+        # A policy to type, and the number of others with the same split.
+        policy = prediction.preferred if prediction.preferred in policies else policies[0]
+        cells = {
+            "strategy": f"{'→' if marked else ' '} {row.strategy or UNKNOWN}",
+            "policy": f"{policy} (+{len(policies) - 1})" if len(policies) > 1 else policy or UNKNOWN,
+            "step": duration(row.step_seconds),
+            "samples/s": format_number(row.samples_per_second, ",.0f"),
+        }
+        if details:
+            cells["efficiency"] = format_number(row.efficiency, ".1%")
+            cells |= {"ceiling": format_number(row.ceiling, ".1%")} if wide else {}
+            cells["energy"] = _energy(row.joules_per_sample, "/sample" if wide else "")
+        else:
+            gain = (alone.step_seconds or 0) / (row.step_seconds or 1) if alone is not None else None
+            cells["× alone"] = format_number(gain, ".2f")
+            if num_devices <= (4 if wide else 2):
+                cells["split"] = _split(row, num_devices)
+        lines.append((cells, "bold green" if marked else "dim" if row.problem is not None else ""))
+    _table(_heading(prediction), lines, console)
+    if details:
+        _show_devices(prediction, console)
+    # How to run it, and the first device that is left out, are enough below a short table.
+    for reason in prediction.reasons if details else prediction.reasons[1:3]:
         _line(console, f"· {reason}")
-    if prediction.ends:
-        _line(console, f"· {prediction.ends}")
-    failed = [row.strategy for row in prediction.rows if row.problem is not None]
-    unable = [name for name in dict.fromkeys(failed) if all(name != row.strategy for row, _ in rows)]
-    if unable:
-        _line(console, f"· Not predicted: {', '.join(filter(None, unable))}. hetexp plan --details says why.")
+    _line(console, f"· {prediction.ends}" if prediction.ends else "")
+    inexact = ", ".join(dict.fromkeys(row.strategy for row, _ in rows if row.predicted and not row.exact))
+    _line(console, f"· Not exact, and so not recommended by their speed: {inexact}." if inexact else "")
+    if details:
+        _show_problems(prediction, console)
+        return
+    failed = dict.fromkeys(
+        row.strategy for row in prediction.rows if row.problem is not None and row.strategy
+    )
+    names = ", ".join(name for name in failed if all(name != row.strategy for row, _ in rows))
+    _line(console, f"· Not predicted: {names}. hetexp plan --details says why." if names else "")
 
 
 def _fastest_rows(prediction: Prediction) -> list[tuple[PredictedRun, list[str]]]:
@@ -120,12 +123,6 @@ def _merged(rows: Sequence[PredictedRun]) -> list[tuple[PredictedRun, list[str]]
     return list(merged.values())
 
 
-def _policies(policies: Sequence[str], preferred: str | None) -> str:
-    """Return a policy to type, the run's if possible, and the number of others with the same split."""
-    name = preferred if preferred is not None and preferred in policies else policies[0]
-    return f"{name} (+{len(policies) - 1})" if len(policies) > 1 else name or UNKNOWN
-
-
 def _split(row: PredictedRun, num_devices: int) -> str:
     """Return each device's samples, or how many layers it has if the model is cut: `44 + 20`."""
     parts = dict(zip(row.ranks, row.counts, strict=True))
@@ -136,41 +133,10 @@ def _split(row: PredictedRun, num_devices: int) -> str:
     return f"{text} layers" if row.stages else text
 
 
-def show_details(prediction: Prediction, console: Console) -> None:
-    """Print the table of strategies and policies, the table of devices, and the recommendation."""
-    if prediction.answer:
-        _line(console, prediction.answer)
-    table = Table(title=Text(_heading(prediction)), title_justify="left", title_style="bold")
-    columns = ["strategy", "policy", "step", "samples/s", "efficiency", "ceiling", "energy"]
-    columns = [name for name in columns if console.width >= WIDE or name != "ceiling"]
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("strategy", "policy") else "right", no_wrap=True)
-    for row in prediction.rows:
-        cells = {
-            "strategy": row.strategy or UNKNOWN,
-            "policy": row.policy or UNKNOWN,
-            "step": duration(row.step_seconds),
-            "samples/s": format_number(row.samples_per_second, ",.0f"),
-            "efficiency": format_number(row.efficiency, ".1%"),
-            "ceiling": format_number(row.ceiling, ".1%"),
-            "energy": _energy(row.joules_per_sample, "/sample" if console.width >= WIDE else ""),
-        }
-        style = "bold green" if row is prediction.best else "dim" if row.problem is not None else ""
-        marked = "→ " if row is prediction.best else "  "
-        cells["strategy"] = marked + cells["strategy"]
-        table.add_row(*(Text(cells[name]) for name in columns), style=style)
-    console.print(table)
-    _show_devices(prediction, console)
-    for reason in prediction.reasons:
-        _line(console, f"→ {reason}" if reason is prediction.reasons[0] else f"· {reason}")
-    if prediction.ends:
-        _line(console, f"· {prediction.ends}")
+def _show_problems(prediction: Prediction, console: Console) -> None:
+    """Print how gradients are exchanged, and why rows are not predicted."""
     route = route_of_all(prediction.plan)
-    if route.levels:
-        _line(console, f"· {route_reason(route, prediction.plan.devices)}")
-    inexact = dict.fromkeys(row.strategy for row in prediction.rows if row.predicted and not row.exact)
-    if inexact:
-        _line(console, f"· Not exact, and so not recommended by their speed: {', '.join(inexact)}.")
+    _line(console, f"· {route_reason(route, prediction.plan.devices)}" if route.levels else "")
     problems: dict[tuple[str, str], list[str]] = {}
     for row in prediction.rows:
         if row.problem is not None:
@@ -187,13 +153,7 @@ def show_scaled(prediction: Scaled, plan: Plan, console: Console) -> None:
     network = plan.config["hardware"]["network"]
     boxes = f"{prediction.num_hosts:,} boxes of these {len(plan.devices)} devices on {network}"
     title = f"{boxes}, {prediction.total:,} samples a step"
-    table = Table(title=Text(title), title_justify="left", title_style="bold")
-    columns = ["policy", "devices", "step", "of it exchange", "samples/s", "efficiency", "solved in"]
-    columns = [name for name in columns if console.width >= WIDE or name != "solved in"]
-    for name in columns:
-        table.add_column(
-            name, justify="left" if name == "policy" else "right", no_wrap=name != "of it exchange"
-        )
+    lines = []
     for row in prediction.rows:
         exposed = None
         if row.step_seconds is not None and row.compute_seconds is not None:
@@ -202,22 +162,21 @@ def show_scaled(prediction: Scaled, plan: Plan, console: Console) -> None:
             "policy": row.policy,
             "devices": f"{row.devices:,}" if row.devices else UNKNOWN,
             "step": duration(row.step_seconds),
-            "of it exchange": duration(exposed),
+            "exchange": duration(exposed),
             "samples/s": format_number(row.samples_per_second, ",.0f"),
             "efficiency": format_number(row.efficiency, ".2%"),
-            "solved in": duration(row.solve_seconds),
+            **({"solved in": duration(row.solve_seconds)} if console.width >= WIDE else {}),
         }
-        table.add_row(*(Text(cells[name]) for name in columns), style="dim" if row.problem else "")
-    console.print(table)
+        lines.append((cells, "dim" if row.problem else ""))
+    _table(title, lines, console)
     for row in prediction.rows:
         kinds = [
             f"{k.devices:,} × {_range(k.fewest, k.most)} on {plan.devices[k.device].name}" for k in row.kinds
         ]
-        if kinds:
-            _line(console, f"· {row.policy}, devices × samples: {', '.join(kinds)}.")
-    for row in prediction.rows:
-        if row.problem is not None:
-            _line(console, f"· {row.policy}: {row.problem.removesuffix('.')}.")
+        text = (
+            f"devices × samples: {', '.join(kinds)}" if row.problem is None else row.problem.removesuffix(".")
+        )
+        _line(console, f"· {row.policy}: {text}.")
     _line(console, "· Boxes are joined by one flat ring; rings within rings are not modelled.")
 
 
@@ -253,18 +212,34 @@ def _show_devices(prediction: Prediction, console: Console) -> None:
         name = f"{len(ranks)} × {devices[ranks[0]].name}" if len(devices) > LISTED else f"{devices[ranks[0]]}"
         alone = format_number(prediction.solo_samples_per_second[ranks[0]], ",.0f", " samples/s alone, ")
         _line(console, f"· {name}: {alone.strip(UNKNOWN)}{prediction.estimates.sources[ranks[0]]}")
-    table = Table(
-        "strategy",
-        "policy",
-        "samples a step, and their memory",
-        title="Devices in this order, joined by +",
-        title_justify="left",
-        title_style="bold",
-    )
+    lines = []
     for row, policies in _merged(prediction.rows):
-        cells = " + ".join(_cell(row, group) for group in groups.values())
-        table.add_row(*map(Text, (row.strategy, ", ".join(policies) or UNKNOWN, cells)))
-    console.print(table)
+        samples = " + ".join(_cell(row, group) for group in groups.values())
+        cells = {
+            "strategy": row.strategy,
+            "policy": ", ".join(policies) or UNKNOWN,
+            "samples and memory": samples,
+        }
+        lines.append((cells, ""))
+    _table("Samples a step, the devices in the order of above", lines, console, wrap=True)
+
+
+def _table(
+    title: str, lines: Sequence[tuple[dict[str, str], str]], console: Console, wrap: bool = False
+) -> None:
+    """Print a table, unless it is empty.
+
+    Args:
+        lines: cells by column, and style, of each row.
+    """
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    for name in lines[0][0] if lines else ():
+        left = wrap or name in ("strategy", "policy", "split")
+        table.add_column(name, justify="left" if left else "right", no_wrap=not wrap)
+    for cells, style in lines:
+        table.add_row(*map(Text, cells.values()), style=style)
+    if lines:
+        console.print(table)
 
 
 def _cell(row: PredictedRun, group: Sequence[int]) -> str:
@@ -277,7 +252,7 @@ def _cell(row: PredictedRun, group: Sequence[int]) -> str:
     text = _range(min(counts), max(counts))
     text += f" of {len(pairs)}" if len(pairs) < len(group) else ""
     needs = [need for _, need in pairs if need is not None]
-    text += f" ({_memory(max(needs))})" if needs else ""
+    text += f" ({_gib(max(needs))})" if needs else ""
     return f"{_layers(row, group)}: {text}" if row.stages else text
 
 
@@ -292,8 +267,8 @@ def _layers(row: PredictedRun, group: Sequence[int]) -> str:
     return f"{text} of pipeline {', '.join(map(str, pipelines))}"
 
 
-def _memory(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
 def _range(fewest: int, most: int) -> str:
@@ -311,4 +286,7 @@ def _compare(now: Prediction, then: Prediction, console: Console) -> None:
 
 
 def _line(console: Console, text: str) -> None:
+    """Print a text, if there is one."""
+    if not text:
+        return
     console.print(text, markup=False, highlight=False)

@@ -23,8 +23,7 @@ def answer(prediction: Prediction) -> str:
     left_out = [device for rank, device in enumerate(devices) if rank not in best.ranks]
     batch = _larger_batch(prediction) if left_out else ""
     if len(used) == 1:
-        name = names_of(used)
-        name = name[0].upper() + name[1:]
+        name = names_of(used).replace("the", "The", 1)
         if not left_out:
             return f"{name}: {best.samples_per_second:,.0f} samples/s (`strategy={best.strategy}`)."
         return f"{name} alone is fastest{batch}."
@@ -35,11 +34,11 @@ def answer(prediction: Prediction) -> str:
     if best.policy is not None and best.policy != prediction.preferred:
         words += f" balancing={best.policy}"
     alone = fastest_alone(prediction)
-    gain = "no device alone holds the batch"
-    if alone is not None:
-        ratio = (alone.step_seconds or 0.0) / (best.step_seconds or 1.0)
-        gain = f"{ratio:.2f} × as fast as {names_of([devices[alone.ranks[0]]])} alone"
-    return f"{best.strategy} on {who}: {gain} (`{words}`){batch}."
+    if alone is None:
+        return f"{best.strategy} on {who}: no device alone holds the batch (`{words}`){batch}."
+    gain = (alone.step_seconds or 0.0) / (best.step_seconds or 1.0)
+    than = f"{gain:.2f} × as fast as {names_of([devices[alone.ranks[0]]])} alone"
+    return f"{best.strategy} on {who}: {than} (`{words}`){batch}."
 
 
 def fastest_alone(prediction: Prediction) -> PredictedRun | None:

@@ -25,8 +25,7 @@ class BatchPrediction:
     num_devices: int
     """Devices that the step uses."""
     gain: float | None
-    """Speed of the step ÷ speed of the fastest device alone, both with this batch; `None` if no device alone
-    holds it."""
+    """Its speed ÷ that of the fastest device alone with this batch; `None` if no device alone holds it."""
 
 
 def paying_batch(
@@ -37,14 +36,11 @@ def paying_batch(
 ) -> BatchPrediction | None:
     """Return the smallest batch whose fastest step uses so many devices; `None` if there is none.
 
-    The run's own batch is tried first, then twice that, four times that, and so on.
-
     Args:
         predict: global batch → its prediction; `None` for a batch that the devices do not hold, which ends
             the search. `batch_predictor` makes such a function.
-        batch_size: the run's.
+        batch_size: tried first, then twice that, four times that, up to `largest_multiple` times.
         num_devices: fewest devices, usually all.
-        largest_multiple: largest batch ÷ the run's.
     """
     multiple = 1
     while multiple <= largest_multiple:

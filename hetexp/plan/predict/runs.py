@@ -63,22 +63,14 @@ def predict_runs(
         predicted = strategy.predict(inputs) if refused is None else [PredictedRun(None, problem=refused)]
         rows += [replace(row, strategy=name, exact=strategy.exact) for row in predicted]
     best, reasons = recommend(rows, inputs, preferred)
+    solo, why = inputs.solo, tuple(reasons)
     return Prediction(
-        inputs.plan,
-        inputs.estimates,
-        inputs.total,
-        inputs.solo,
-        tuple(rows),
-        best,
-        tuple(reasons),
-        preferred=preferred,
+        inputs.plan, inputs.estimates, inputs.total, solo, tuple(rows), best, why, preferred=preferred
     )
 
 
 def recommend(
-    rows: Sequence[PredictedRun],
-    inputs: PredictionInputs,
-    preferred: str | None = None,
+    rows: Sequence[PredictedRun], inputs: PredictionInputs, preferred: str | None = None
 ) -> tuple[PredictedRun | None, list[str]]:
     """Return the best row with the reasons, or why there is none.
 
