@@ -1,4 +1,4 @@
-"""`hetexp gpus`: every card of the machine, with its readings and the reason if it cannot be used."""
+"""`hetexp gpus`: the machine's cards and processor, with readings and the reason if one cannot be used."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from hetexp.commands.support.command_line import (
 from hetexp.core.device import GIB
 from hetexp.core.errors import ConfigError
 from hetexp.hardware.backend import add_backends
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.backends.sysfs import host_memory
 from hetexp.hardware.detection.busy import who_is_busy
-from hetexp.hardware.detection.detected import DetectedCard
+from hetexp.hardware.detection.detected import DetectedCard, Reading
 from hetexp.hardware.detection.inventory import Inventory, detect
 from hetexp.hardware.detection.machine import Machine
 
@@ -37,7 +39,9 @@ _STYLES = {"available": "green", "busy": "yellow", "hidden": "dim", "unusable": 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the cards as a table or as JSON, once or again and again."""
-    parser = command_parser("gpus", "List every card of this machine, usable or not, whatever its vendor.")
+    parser = command_parser(
+        "gpus", "List every card of this machine, usable or not, whatever its vendor, and its processor."
+    )
     add_shared(parser, "--json")
     parser.add_argument(
         "--watch",
@@ -81,7 +85,7 @@ def show(as_json: bool) -> None:
     """Print the cards once."""
     inventory = inspect()
     if as_json:
-        print(json.dumps([as_dict(card) for card in inventory.cards], indent=2))
+        print(json.dumps([as_dict(card) for card in (*inventory.cards, processor())], indent=2))
         return
     from rich.console import Console
 
@@ -96,6 +100,12 @@ def inspect() -> Inventory:
     # in the background, and the next call shows it.
     machine = Machine(torch_sees=partial(torch_devices, wait=False))
     return detect(machine, busy=who_is_busy(machine))
+
+
+def processor() -> DetectedCard:
+    """Return the processor like a card; it has no number, because `hardware.gpu_ids` counts cards."""
+    _, free = host_memory(Machine())
+    return DetectedCard(CpuBackend.describe(0), Reading(memory_free_bytes=free))
 
 
 def as_dict(card: DetectedCard) -> dict[str, Any]:
@@ -134,28 +144,29 @@ def rendered(inventory: Inventory, width: int) -> list[RenderableType]:
     Args:
         width: columns of the terminal; a narrow one gets a smaller table.
     """
-    if not inventory.cards:
-        return [
-            "No accelerator in this machine: hetexp trains on the CPU, or emulates the cards that you name "
-            "(python train.py hardware=nvidia_arc)."
-        ]
     left_out = () if width >= 100 else ("temp", "power")
     rows = [
         {name: cell for name, cell in _cells(card).items() if name not in left_out}
-        for card in inventory.cards
+        for card in (*inventory.cards, processor())
     ]
     cards = table(list(rows[0]), [list(row.values()) for row in rows], ("id", "util", "temp"), "ellipsis")
-    return [cards, *_notes(inventory)]
+    if inventory.cards:
+        return [cards, *_notes(inventory)]
+    return [
+        cards,
+        "No accelerator in this machine: hetexp trains on the CPU, or emulates the cards that you name "
+        "(python train.py hardware=nvidia_arc).",
+    ]
 
 
 def _cells(card: DetectedCard) -> dict[str, tuple[str, str]]:
     """Return text and style of each column, by its name."""
     spec, reading = card.spec, card.reading
-    vendor = "" if spec.vendor in spec.name.lower() else f"{spec.vendor}: "
+    vendor = "" if spec.vendor == "cpu" or spec.vendor in spec.name.lower() else f"{spec.vendor}: "
     name = vendor + spec.name + (" (integrated)" if spec.integrated else "")
     name += " (unified memory)" if spec.unified_memory and not spec.integrated else ""
     texts = {
-        "id": str(spec.number),
+        "id": "" if spec.number is None else str(spec.number),
         "device": spec.id,
         "name": name,
         "memory": f"{_gib(reading.memory_free_bytes)}/{_gib(spec.memory_bytes)} GiB free",

@@ -31,11 +31,14 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "plan",
-        "Predict step time, samples a second, efficiency, split, memory and energy of every "
-        "strategy and policy on the given devices, and recommend one. Nothing is started.",
+        "Say what to type for the given devices and how much faster than the fastest of them alone that is, "
+        "by predictions of every strategy and policy. Nothing is started.",
         _EPILOG,
     )
     add_shared(parser, "overrides", "--json")
+    parser.add_argument(
+        "--details", action="store_true", help="all rows, each device's samples and memory, all reasons"
+    )
     parser.add_argument(
         "--what-if",
         action="append",
@@ -94,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from hetexp.launch.terminal.prediction import show
 
-    show(prediction, Console())
+    show(prediction, Console(), options.details)
     return 0
 
 

@@ -54,13 +54,8 @@ class DeviceEstimates:
         places = [p if p is not None and old.sources[p] == MEASURED else None for p in kept]
         if all(place is None for place in places):
             return self
-        return replace(
-            self,
-            devices=tuple(
-                old.devices[p] if p is not None else one for p, one in zip(places, self.devices, strict=True)
-            ),
-            sources=tuple(
-                MEASURED if p is not None else s for p, s in zip(places, self.sources, strict=True)
-            ),
-            exchange=old.exchange,
-        )
+        devices, sources = list(self.devices), list(self.sources)
+        for at, place in enumerate(places):
+            if place is not None:
+                devices[at], sources[at] = old.devices[place], MEASURED
+        return replace(self, devices=tuple(devices), sources=tuple(sources), exchange=old.exchange)

@@ -20,6 +20,7 @@ from pathlib import Path
 import hetexp
 from hetexp.commands.support.interpreters import OWN, Interpreter, interpreters, repair_command
 from hetexp.commands.support.section import Section
+from hetexp.commands.sync import offline_runs
 from hetexp.core.device import GIB
 from hetexp.core.files import folder_problem
 from hetexp.hardware.backend import ACCELERATORS, VISIBILITY
@@ -305,13 +306,13 @@ def _wandb(context: Context, section: Section) -> None:
         "mode",
         context.environ.get("WANDB_MODE") or "offline, since neither WANDB_MODE nor logger.mode is set",
     )
-    patterns = ("outputs/*/*/wandb/offline-run-*", "multirun/*/*/*/wandb/offline-run-*")
-    runs = [run for pattern in patterns for run in context.folder.glob(pattern)]
-    waiting = [run for run in runs if not list(run.glob("*.synced"))]
+    folders = [folder for name in ("outputs", "multirun") if (folder := context.folder / name).is_dir()]
+    runs = offline_runs(folders)
+    waiting = [run for run in runs if not run.synced]
     section.row("offline runs", f"{len(waiting)} of {len(runs)} below {context.folder} not uploaded")
-    for pattern in patterns if waiting else ():
-        if any(run.match(pattern) for run in waiting):
-            section.row("to upload them", f"wandb sync {pattern}")
+    if waiting:
+        names = [folder.name for folder in folders if any(folder in run.file.parents for run in waiting)]
+        section.row("to upload them", f"hetexp sync {' '.join(names)}")
 
 
 def _variables(context: Context, section: Section) -> None:

@@ -11,6 +11,7 @@ from hetexp.balancing.base import BalancingPolicy
 from hetexp.core.compose.options import group_options
 from hetexp.core.config import Config
 from hetexp.core.config.trainer import how_it_ends
+from hetexp.core.cost.calibration import DeviceCalibration
 from hetexp.core.errors import ConfigError, must_be
 from hetexp.core.instantiate import check_component, instantiate
 from hetexp.core.plan import Plan
@@ -20,8 +21,10 @@ from hetexp.launch.prepare.estimates import estimate_devices, estimate_memory, w
 from hetexp.launch.prepare.preparation import layers_of
 from hetexp.plan.device_estimates import MEASURED, DeviceEstimates
 from hetexp.plan.planner import check_plan, make_plan
+from hetexp.plan.predict.answer import answer
 from hetexp.plan.predict.as_json import prediction_json
-from hetexp.plan.predict.inputs import Needs, Objective, PredictedRun, PredictionInputs
+from hetexp.plan.predict.inputs import Objective, PredictedRun, PredictionInputs
+from hetexp.plan.predict.paying_batch import LARGEST_MULTIPLE, BatchPrediction, batch_predictor, paying_batch
 from hetexp.plan.predict.pick import pick, why_picked
 from hetexp.plan.predict.runs import Prediction, predict_runs
 from hetexp.plan.predict.scale import Scaled, scaled
@@ -92,10 +95,12 @@ def predict_run(
     choices, plan = alternatives(spec), make_plan(spec)
     candidates = spec.strategy.candidates(lambda: choices.strategies, several_hosts(spec))
     base = with_ddp(spec) if candidates else spec
-    first, second = predict_strategies(base, plan, choices, request), None
+    first, second = predict_strategies(base, plan, choices, request, search=True), None
     estimates = first.estimates
     if changed_plan is not None:
-        second = predict_strategies(base, changed_plan.plan, choices, request, changed_plan.kept, estimates)
+        second = predict_strategies(
+            base, changed_plan.plan, choices, request, changed_plan.kept, estimates, search=True
+        )
         estimates = second.estimates
     first = _with_pick(first, candidates, choices)
     second = _with_pick(second, candidates, choices) if second is not None else None
@@ -122,6 +127,7 @@ def predict_strategies(
     request: PredictionRequest = PredictionRequest(),
     kept: Sequence[int | None] = (),
     old: DeviceEstimates | None = None,
+    search: bool = False,
 ) -> Prediction:
     """Predict some strategies with some policies on a plan's devices.
 
@@ -129,9 +135,15 @@ def predict_strategies(
         spec: the run, whose strategy decides the memory of its ranks.
         kept: each device's place in `old`; `None` for a new device.
         old: estimates of the devices before a change.
+        search: whether to answer in a sentence; if the best row leaves devices out, larger batches are tried.
     """
     memory = estimate_memory(plan, spec)
-    estimates, needs = _estimates(plan, spec, memory, kept, old)
+    unlimited = estimate_devices(plan, spec, memory)
+    if old is not None and set(unlimited.sources) != {MEASURED}:
+        unlimited = unlimited.mixed(kept, old)
+    check = spec.config.hardware.check_memory
+    estimates = _limited(unlimited, memory, spec.config.trainer.global_batch_size) if check else unlimited
+    needs = partial(_needs, plan, memory) if check else None
     inputs = PredictionInputs(
         plan,
         estimates,
@@ -148,7 +160,11 @@ def predict_strategies(
     refusals = {name: " ".join(sentences) for name, sentences in problems.items() if sentences}
     prediction = predict_runs(inputs, choices.strategies, choices.own["balancing"], refusals)
     ends = how_it_ends(spec.config.trainer, memory.steps_per_epoch)
-    return replace(_with_problems(prediction, choices), ends=ends)
+    prediction = replace(_with_problems(prediction, choices), ends=ends)
+    if not search or request.objective != "time":
+        return replace(prediction, answer=prediction.reasons[0] if search else "")
+    paying = _paying_batch(inputs, prediction, unlimited, memory if check else None)
+    return replace(prediction, paying=paying, answer=answer(replace(prediction, paying=paying)))
 
 
 def what_if(changes: Sequence[Change], spec: RunSpec) -> ChangedPlan:
@@ -221,35 +237,51 @@ def check_scale(scale: int | None, config: Config) -> list[str]:
     return [must_be("hardware.network", f"one of {', '.join(sorted(links))}", config.hardware.network)]
 
 
-def _estimates(
-    plan: Plan,
-    spec: RunSpec,
-    memory: RunMemory,
-    kept: Sequence[int | None] = (),
-    old: DeviceEstimates | None = None,
-) -> tuple[DeviceEstimates, Needs | None]:
-    """Return the estimates of a plan's devices within their memory, and a function for a split's memory.
+def _limited(estimates: DeviceEstimates, memory: RunMemory, batch_size: int) -> DeviceEstimates:
+    """Return the estimates of a plan's devices within their memory, for a global batch."""
+    whole = [batch_size] * len(estimates.devices)
+    passes = [size or None for size in memory.largest_passes(whole)]
+    return estimates.limited(memory.caps(batch_size), passes)
+
+
+def _paying_batch(
+    inputs: PredictionInputs, prediction: Prediction, unlimited: DeviceEstimates, memory: RunMemory | None
+) -> BatchPrediction | None:
+    """Return the smallest larger batch with which all devices pay, else more devices than in the best row.
+
+    `None` if there is none, or if the best row has all devices.
 
     Args:
-        kept: each device's place in `old`; `None` for a new device.
-        old: estimates of the devices before a change.
+        unlimited: estimates whatever the memory.
+        memory: of the devices; `None`: it is not checked.
     """
-    estimates = estimate_devices(plan, spec, memory)
-    if old is not None and set(estimates.sources) != {MEASURED}:
-        estimates = estimates.mixed(kept, old)
-    if not spec.config.hardware.check_memory:
-        return estimates, None
+    best, num_all, total = prediction.best, len(inputs.plan.devices), inputs.total
+    if best is None or len(best.ranks) == num_all:
+        return None
 
-    def needs(ranks: Sequence[int], counts: Sequence[int]) -> list[int | None]:
-        devices = [plan.devices[rank] for rank in ranks]
-        precisions = [plan.precisions[rank] for rank in ranks]
-        sizes = [size or None for size in memory.of(devices, counts, precisions).largest_passes(counts)]
-        memories = memory.of(devices, counts, precisions, sizes).estimates
-        return [need.total_bytes if need is not None else None for need in memories]
+    def limited(batch_size: int) -> list[DeviceCalibration]:
+        able = _limited(unlimited, memory, batch_size) if memory is not None else unlimited
+        return [device for device in able.devices if device is not None]
 
-    whole = [spec.config.trainer.global_batch_size] * plan.world_size
-    passes = [size or None for size in memory.largest_passes(whole)]
-    return estimates.limited(memory.caps(), passes), needs
+    common = inputs.linked, inputs.devices, inputs.estimates.exchange
+    # Memory is measured from the first batch on that may pay, because that takes a while.
+    quick, exact = batch_predictor(*common), batch_predictor(*common, limited)
+    for num_devices in dict.fromkeys((num_all, len(best.ranks) + 1)):
+        first = paying_batch(quick, 2 * total, num_devices, LARGEST_MULTIPLE // 2)
+        if first is not None:
+            left = LARGEST_MULTIPLE * total // first.batch_size
+            if paying := paying_batch(exact, first.batch_size, num_devices, left):
+                return paying
+    return None
+
+
+def _needs(plan: Plan, memory: RunMemory, ranks: Sequence[int], counts: Sequence[int]) -> list[int | None]:
+    """Return the memory need in bytes of each rank with so many samples; `None`: not known."""
+    devices = [plan.devices[rank] for rank in ranks]
+    precisions = [plan.precisions[rank] for rank in ranks]
+    sizes = [size or None for size in memory.of(devices, counts, precisions).largest_passes(counts)]
+    estimates = memory.of(devices, counts, precisions, sizes).estimates
+    return [estimate.total_bytes if estimate is not None else None for estimate in estimates]
 
 
 def _with_pick(prediction: Prediction, candidates: Collection[str], choices: Alternatives) -> Prediction:

@@ -13,25 +13,33 @@ from hetexp.core.plan import Plan
 from hetexp.launch.prepare.planning import RunPrediction
 from hetexp.launch.terminal.lines import UNKNOWN, format_number
 from hetexp.plan.device_estimates import CATALOGUE, MEASURED, NOTHING
+from hetexp.plan.predict.answer import fastest_alone
 from hetexp.plan.predict.inputs import PredictedRun
 from hetexp.plan.predict.runs import Prediction
-from hetexp.plan.predict.scale import Scaled, ScaledRow
+from hetexp.plan.predict.scale import Scaled
 from hetexp.plan.routes import route_of_all, route_reason
 from hetexp.plan.stages.assign import layer_range
 
-MIB = 2**20
 WIDE = 100
 """Fewest columns of a terminal for tables with all columns."""
 LISTED = 8
 """Most devices with a row each; more devices have a row for each kind."""
 
 
-def show(prediction: RunPrediction, console: Console) -> None:
-    """Print the predictions of a run."""
-    show_prediction(prediction.as_it_is, console)
+ROWS = 10
+"""Most rows of the short table."""
+
+
+def show(prediction: RunPrediction, console: Console, details: bool = False) -> None:
+    """Print the answer and the fastest rows of a run's predictions.
+
+    Args:
+        details: whether to print all rows, each device's samples and memory, and all reasons instead.
+    """
+    show_prediction(prediction.as_it_is, console, details)
     if prediction.what_if is not None:
         console.rule(Text(f"What if: {', '.join(map(str, prediction.changes))}"), align="left")
-        show_prediction(prediction.what_if, console)
+        show_prediction(prediction.what_if, console, details)
         _compare(prediction.as_it_is, prediction.what_if, console)
     if prediction.scaled is not None:
         base = prediction.what_if or prediction.as_it_is
@@ -39,39 +47,96 @@ def show(prediction: RunPrediction, console: Console) -> None:
         show_scaled(prediction.scaled, base.plan, console)
 
 
-def show_prediction(prediction: Prediction, console: Console) -> None:
-    """Print the table of strategies and policies, the table of devices, and the recommendation."""
-    table = Table(title=Text(_heading(prediction)), title_justify="left", title_style="bold")
-    columns = ["strategy", "policy", "step", "samples/s", "efficiency", "ceiling", "energy"]
-    columns = [name for name in columns if console.width >= WIDE or name != "ceiling"]
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("strategy", "policy") else "right", no_wrap=True)
-    for row in prediction.rows:
+def show_prediction(prediction: Prediction, console: Console, details: bool = False) -> None:
+    """Print the answer, a table, and the lines below it, as `show` does."""
+    _line(console, prediction.answer)
+    rows = [(row, [row.policy or ""]) for row in prediction.rows] if details else _fastest_rows(prediction)
+    best, wide = prediction.best, console.width >= WIDE
+    alone, num_devices = fastest_alone(prediction), len(prediction.plan.devices)
+    lines = []
+    for row, policies in rows:
+        is_best = best is not None and (row.strategy, row.step_seconds) == (best.strategy, best.step_seconds)
+        marked = row is best if details else is_best
+        # A policy to type, and the number of others with the same split.
+        policy = prediction.preferred if prediction.preferred in policies else policies[0]
         cells = {
-            "strategy": row.strategy or UNKNOWN,
-            "policy": row.policy or UNKNOWN,
+            "strategy": f"{'→' if marked else ' '} {row.strategy or UNKNOWN}",
+            "policy": f"{policy} (+{len(policies) - 1})" if len(policies) > 1 else policy or UNKNOWN,
             "step": duration(row.step_seconds),
             "samples/s": format_number(row.samples_per_second, ",.0f"),
-            "efficiency": format_number(row.efficiency, ".1%"),
-            "ceiling": format_number(row.ceiling, ".1%"),
-            "energy": _energy(row.joules_per_sample, "/sample" if console.width >= WIDE else ""),
         }
-        style = "bold green" if row is prediction.best else "dim" if row.problem is not None else ""
-        marked = "→ " if row is prediction.best else "  "
-        cells["strategy"] = marked + cells["strategy"]
-        table.add_row(*(Text(cells[name]) for name in columns), style=style)
-    console.print(table)
-    _show_devices(prediction, console)
-    for reason in prediction.reasons:
-        _line(console, f"→ {reason}" if reason is prediction.reasons[0] else f"· {reason}")
-    if prediction.ends:
-        _line(console, f"· {prediction.ends}")
+        if details:
+            cells["efficiency"] = format_number(row.efficiency, ".1%")
+            cells |= {"ceiling": format_number(row.ceiling, ".1%")} if wide else {}
+            cells["energy"] = _energy(row.joules_per_sample, "/sample" if wide else "")
+        else:
+            gain = (alone.step_seconds or 0) / (row.step_seconds or 1) if alone is not None else None
+            cells["× alone"] = format_number(gain, ".2f")
+            if num_devices <= (4 if wide else 2):
+                cells["split"] = _split(row, num_devices)
+        lines.append((cells, "bold green" if marked else "dim" if row.problem is not None else ""))
+    _table(_heading(prediction), lines, console)
+    if details:
+        _show_devices(prediction, console)
+    # How to run it, and the first device that is left out, are enough below a short table.
+    for reason in prediction.reasons if details else prediction.reasons[1:3]:
+        _line(console, f"· {reason}")
+    _line(console, f"· {prediction.ends}" if prediction.ends else "")
+    inexact = ", ".join(dict.fromkeys(row.strategy for row, _ in rows if row.predicted and not row.exact))
+    _line(console, f"· Not exact, and so not recommended by their speed: {inexact}." if inexact else "")
+    if details:
+        _show_problems(prediction, console)
+        return
+    failed = dict.fromkeys(
+        row.strategy for row in prediction.rows if row.problem is not None and row.strategy
+    )
+    names = ", ".join(name for name in failed if all(name != row.strategy for row, _ in rows))
+    _line(console, f"· Not predicted: {names}. hetexp plan --details says why." if names else "")
+
+
+def _fastest_rows(prediction: Prediction) -> list[tuple[PredictedRun, list[str]]]:
+    """Return the rows of the short table, each with its policies: exact strategies first, then by speed.
+
+    Of each strategy it has the fastest row, of the recommended one all rows. A row whose devices but one are
+    left out is that of the device alone.
+    """
+    several = len(prediction.plan.devices) > 1
+    rows = [
+        (row, policies)
+        for row, policies in _merged(prediction.rows)
+        if row.predicted and not (several and row.policy is not None and len(row.ranks) == 1)
+    ]
+    rows.sort(key=lambda pair: (not pair[0].exact, pair[0].step_seconds or 0.0))
+    whole = prediction.best.strategy if prediction.best is not None else prediction.plan.strategy
+    names = [row.strategy for row, _ in rows]
+    kept = [pair for at, pair in enumerate(rows) if names[at] == whole or names.index(names[at]) == at]
+    return kept[:ROWS]
+
+
+def _merged(rows: Sequence[PredictedRun]) -> list[tuple[PredictedRun, list[str]]]:
+    """Return the rows with their policies; rows of a strategy with equal splits are one row."""
+    merged: dict[tuple[object, ...], tuple[PredictedRun, list[str]]] = {}
+    for row in rows:
+        if row.counts:
+            key = (row.strategy, row.ranks, row.counts, row.stages)
+            merged.setdefault(key, (row, []))[1].append(row.policy or "")
+    return list(merged.values())
+
+
+def _split(row: PredictedRun, num_devices: int) -> str:
+    """Return each device's samples, or how many layers it has if the model is cut: `44 + 20`."""
+    parts = dict(zip(row.ranks, row.counts, strict=True))
+    if row.stages:
+        pairs = zip(row.ranks, row.stages, strict=True)
+        parts = {rank: sum(s.end_layer - s.first_layer for s in stages) for rank, stages in pairs}
+    text = " + ".join(f"{parts[rank]:,}" if rank in parts else UNKNOWN for rank in range(num_devices))
+    return f"{text} layers" if row.stages else text
+
+
+def _show_problems(prediction: Prediction, console: Console) -> None:
+    """Print how gradients are exchanged, and why rows are not predicted."""
     route = route_of_all(prediction.plan)
-    if route.levels:
-        _line(console, f"· {route_reason(route, prediction.plan.devices)}")
-    inexact = dict.fromkeys(row.strategy for row in prediction.rows if row.predicted and not row.exact)
-    if inexact:
-        _line(console, f"· Not exact, and so not recommended by their speed: {', '.join(inexact)}.")
+    _line(console, f"· {route_reason(route, prediction.plan.devices)}" if route.levels else "")
     problems: dict[tuple[str, str], list[str]] = {}
     for row in prediction.rows:
         if row.problem is not None:
@@ -88,13 +153,7 @@ def show_scaled(prediction: Scaled, plan: Plan, console: Console) -> None:
     network = plan.config["hardware"]["network"]
     boxes = f"{prediction.num_hosts:,} boxes of these {len(plan.devices)} devices on {network}"
     title = f"{boxes}, {prediction.total:,} samples a step"
-    table = Table(title=Text(title), title_justify="left", title_style="bold")
-    columns = ["policy", "devices", "step", "of it exchange", "samples/s", "efficiency", "solved in"]
-    columns = [name for name in columns if console.width >= WIDE or name != "solved in"]
-    for name in columns:
-        table.add_column(
-            name, justify="left" if name == "policy" else "right", no_wrap=name != "of it exchange"
-        )
+    lines = []
     for row in prediction.rows:
         exposed = None
         if row.step_seconds is not None and row.compute_seconds is not None:
@@ -103,21 +162,21 @@ def show_scaled(prediction: Scaled, plan: Plan, console: Console) -> None:
             "policy": row.policy,
             "devices": f"{row.devices:,}" if row.devices else UNKNOWN,
             "step": duration(row.step_seconds),
-            "of it exchange": duration(exposed),
+            "exchange": duration(exposed),
             "samples/s": format_number(row.samples_per_second, ",.0f"),
             "efficiency": format_number(row.efficiency, ".2%"),
-            "solved in": duration(row.solve_seconds),
+            **({"solved in": duration(row.solve_seconds)} if console.width >= WIDE else {}),
         }
-        table.add_row(*(Text(cells[name]) for name in columns), style="dim" if row.problem else "")
-    console.print(table)
-    solved = [row for row in prediction.rows if row.kinds]
-    kinds = sorted({share.device for row in solved for share in row.kinds})
-    names = [[plan.devices[kind].name] for kind in kinds]
-    body = [[_kind_cell(row, kind) for row in solved] for kind in kinds]
-    _chunked(["kind"], names, [row.policy for row in solved], body, "Devices × samples", console)
+        lines.append((cells, "dim" if row.problem else ""))
+    _table(title, lines, console)
     for row in prediction.rows:
-        if row.problem is not None:
-            _line(console, f"· {row.policy}: {row.problem.removesuffix('.')}.")
+        kinds = [
+            f"{k.devices:,} × {_range(k.fewest, k.most)} on {plan.devices[k.device].name}" for k in row.kinds
+        ]
+        text = (
+            f"devices × samples: {', '.join(kinds)}" if row.problem is None else row.problem.removesuffix(".")
+        )
+        _line(console, f"· {row.policy}: {text}.")
     _line(console, "· Boxes are joined by one flat ring; rings within rings are not modelled.")
 
 
@@ -144,69 +203,57 @@ def _heading(prediction: Prediction) -> str:
 
 
 def _show_devices(prediction: Prediction, console: Console) -> None:
-    """Print the samples and memory of each device by policy; of more than a few devices by kind."""
-    rows = _rows_of_devices(prediction)
+    """Print each device's speed alone, and its samples and memory in each row; of many devices by kind."""
     devices = prediction.plan.devices
-    groups = [[rank] for rank in range(len(devices))]
-    if len(devices) > LISTED:
-        kinds: dict[str, list[int]] = {}
-        for rank, device in enumerate(devices):
-            kinds.setdefault(device.name, []).append(rank)
-        groups = list(kinds.values())
-    several = len(set(prediction.estimates.sources)) > 1  # else the heading says it
-    names = []
-    for group in groups:
-        device, speed = devices[group[0]], prediction.estimates.sources[group[0]]
-        who = device.id if len(group) == 1 else f"{len(group)} ×"
-        alone = format_number(prediction.solo_samples_per_second[group[0]], ",.0f", "/s")
-        source = [speed.removeprefix("from the ")] if several else []
-        names.append([f"{who}\n{device.name}", *source, alone])
-    body = [[_cell(row, group) for row in rows] for group in groups]
-    labels = [row.policy or row.strategy for row in rows]
-    if len({row.strategy for row in rows}) > 1:
-        labels, body = _alike(rows, body)
-    title = "Samples a step, and the memory that they need"
-    fixed = ["device", *(["speed"] if several else []), "alone"]
-    _chunked(fixed, names, labels, body, title, console)
+    groups: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        groups.setdefault(device.name if len(devices) > LISTED else device.id, []).append(rank)
+    for ranks in groups.values():
+        name = f"{len(ranks)} × {devices[ranks[0]].name}" if len(devices) > LISTED else f"{devices[ranks[0]]}"
+        alone = format_number(prediction.solo_samples_per_second[ranks[0]], ",.0f", " samples/s alone, ")
+        _line(console, f"· {name}: {alone.strip(UNKNOWN)}{prediction.estimates.sources[ranks[0]]}")
+    lines = []
+    for row, policies in _merged(prediction.rows):
+        samples = " + ".join(_cell(row, group) for group in groups.values())
+        cells = {
+            "strategy": row.strategy,
+            "policy": ", ".join(policies) or UNKNOWN,
+            "samples and memory": samples,
+        }
+        lines.append((cells, ""))
+    _table("Samples a step, the devices in the order of above", lines, console, wrap=True)
 
 
-def _rows_of_devices(prediction: Prediction) -> list[PredictedRun]:
-    """Return all rows of the plan's and the recommended strategy, and the fastest row of each other one."""
-    rows = [row for row in prediction.rows if row.counts and row.policy is not None]
-    whole = {prediction.plan.strategy, prediction.best.strategy if prediction.best is not None else None}
-    fastest: dict[str, PredictedRun] = {}
-    for row in rows:
-        if row.predicted:
-            best = fastest.setdefault(row.strategy, row)
-            if (row.step_seconds or 0.0) < (best.step_seconds or 0.0):
-                fastest[row.strategy] = row
-    return [row for row in rows if row.strategy in whole or row is fastest.get(row.strategy)]
+def _table(
+    title: str, lines: Sequence[tuple[dict[str, str], str]], console: Console, wrap: bool = False
+) -> None:
+    """Print a table, unless it is empty.
 
-
-def _alike(rows: Sequence[PredictedRun], body: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Return labels and cells with one column for all policies of a strategy with equal cells."""
-    columns: dict[tuple[str, ...], list[str]] = {}
-    for number, row in enumerate(rows):
-        key = (row.strategy, *(cells[number] for cells in body))
-        columns.setdefault(key, []).append(row.policy or "")
-    labels = ["\n".join((strategy, *policies)) for (strategy, *_), policies in columns.items()]
-    cells = [list(column[1:]) for column in columns]
-    return labels, [list(line) for line in zip(*cells, strict=True)]
+    Args:
+        lines: cells by column, and style, of each row.
+    """
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    for name in lines[0][0] if lines else ():
+        left = wrap or name in ("strategy", "policy", "split")
+        table.add_column(name, justify="left" if left else "right", no_wrap=not wrap)
+    for cells, style in lines:
+        table.add_row(*map(Text, cells.values()), style=style)
+    if lines:
+        console.print(table)
 
 
 def _cell(row: PredictedRun, group: Sequence[int]) -> str:
-    """Return a group's samples under a row, and below them the memory; of a pipeline also the layers."""
+    """Return a group's samples under a row with their memory; of a pipeline also the layers."""
     memory = row.memory_bytes or (None,) * len(row.ranks)
     pairs = [(c, m) for rank, c, m in zip(row.ranks, row.counts, memory, strict=True) if rank in group]
     if not pairs:
-        return "left out"
+        return UNKNOWN
     counts = [count for count, _ in pairs]
     text = _range(min(counts), max(counts))
     text += f" of {len(pairs)}" if len(pairs) < len(group) else ""
-    if row.stages:
-        text = f"{_layers(row, group)}\n{text}"
     needs = [need for _, need in pairs if need is not None]
-    return f"{text}\n{_memory(max(needs))}" if needs else text
+    text += f" ({_gib(max(needs))})" if needs else ""
+    return f"{_layers(row, group)}: {text}" if row.stages else text
 
 
 def _layers(row: PredictedRun, group: Sequence[int]) -> str:
@@ -220,49 +267,12 @@ def _layers(row: PredictedRun, group: Sequence[int]) -> str:
     return f"{text} of pipeline {', '.join(map(str, pipelines))}"
 
 
-def _memory(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
-
-
-def _kind_cell(row: ScaledRow, place: int) -> str:
-    share = next((kind for kind in row.kinds if kind.device == place), None)
-    return f"{share.devices:,} × {_range(share.fewest, share.most)}" if share is not None else "left out"
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
 def _range(fewest: int, most: int) -> str:
     return f"{fewest:,}" if fewest == most else f"{fewest:,}–{most:,}"
-
-
-def _chunked(
-    fixed: Sequence[str],
-    names: Sequence[Sequence[str]],
-    labels: Sequence[str],
-    body: Sequence[Sequence[str]],
-    title: str,
-    console: Console,
-) -> None:
-    """Print a table; if it is too wide, print several that repeat the fixed columns."""
-
-    def width(texts: Sequence[str]) -> int:
-        return 3 + max((len(line) for text in texts for line in text.split("\n")), default=0)
-
-    left = 1 + sum(width([name, *(row[at] for row in names)]) for at, name in enumerate(fixed))
-    widths = [width([label, *(row[at] for row in body)]) for at, label in enumerate(labels)]
-    start = 0
-    while start < len(labels):
-        end, used = start + 1, left + widths[start]
-        while end < len(labels) and used + widths[end] <= console.width:
-            used += widths[end]
-            end += 1
-        table = Table(title=Text(title), title_justify="left", title_style="bold")
-        for name in fixed:
-            table.add_column(name, justify="right" if name == "alone" else "left")
-        for label in labels[start:end]:
-            table.add_column(label, justify="right")
-        for row_names, cells in zip(names, body, strict=True):
-            table.add_row(*map(Text, row_names), *map(Text, cells[start:end]))
-        console.print(table)
-        start = end
 
 
 def _compare(now: Prediction, then: Prediction, console: Console) -> None:
@@ -276,4 +286,7 @@ def _compare(now: Prediction, then: Prediction, console: Console) -> None:
 
 
 def _line(console: Console, text: str) -> None:
+    """Print a text, if there is one."""
+    if not text:
+        return
     console.print(text, markup=False, highlight=False)

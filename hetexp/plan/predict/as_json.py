@@ -61,6 +61,8 @@ def _prediction_fields(prediction: Prediction) -> dict[str, Any]:
         "rows": [_row(row, prediction) for row in prediction.rows],
         "best": prediction.rows.index(prediction.best) if prediction.best is not None else None,
         "reasons": list(prediction.reasons),
+        "answer": prediction.answer,
+        "paying_batch": asdict(prediction.paying) if prediction.paying is not None else None,
     }
 
 

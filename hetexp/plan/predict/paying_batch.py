@@ -26,8 +26,7 @@ class BatchPrediction:
     num_devices: int
     """Devices that the step uses."""
     gain: float | None
-    """Speed of the step ÷ speed of the fastest device alone, both with this batch; `None` if no device alone
-    holds it."""
+    """Its speed ÷ that of the fastest device alone with this batch; `None` if no device alone holds it."""
 
 
 def paying_batch(
@@ -36,21 +35,18 @@ def paying_batch(
     num_devices: int,
     largest_multiple: int = LARGEST_MULTIPLE,
 ) -> BatchPrediction | None:
-    """Return the smallest batch whose fastest step uses all devices; `None` if there is none.
-
-    The run's own batch is tried first, then twice that, four times that, and so on.
+    """Return the smallest batch whose fastest step uses so many devices; `None` if there is none.
 
     Args:
         predict: global batch → its prediction; `None` for a batch that the devices do not hold, which ends
             the search. `batch_predictor` makes such a function.
-        batch_size: the run's.
-        num_devices: all devices.
-        largest_multiple: largest batch ÷ the run's.
+        batch_size: tried first, then twice that, four times that, up to `largest_multiple` times.
+        num_devices: fewest devices, usually all.
     """
     multiple = 1
     while multiple <= largest_multiple:
         prediction = predict(batch_size * multiple)
-        if prediction is None or prediction.num_devices == num_devices:
+        if prediction is None or prediction.num_devices >= num_devices:
             return prediction
         multiple *= 2
     return None
@@ -74,19 +70,14 @@ def batch_predictor(
 
     def predict(batch_size: int) -> BatchPrediction | None:
         able = devices if limited is None else limited(batch_size)
+        trainer = {**plan.config["trainer"], "global_batch_size": batch_size}
         try:
-            choice = choose(of_batch(plan, batch_size), able, exchange)
-        except ValueError:
+            choice = choose(replace(plan, config={**plan.config, "trainer": trainer}), able, exchange)
+        except ValueError:  # the devices' memory does not hold it
             return None
         return BatchPrediction(batch_size, len(choice.ranks), gain_of(choice, able, exchange))
 
     return predict
-
-
-def of_batch(plan: Plan, batch_size: int) -> Plan:
-    """Return the plan with another global batch in its configuration; its split stays."""
-    trainer = {**plan.config["trainer"], "global_batch_size": batch_size}
-    return replace(plan, config={**plan.config, "trainer": trainer})
 
 
 def gain_of(choice: Choice, devices: Sequence[DeviceCalibration], exchange: Exchange) -> float | None:

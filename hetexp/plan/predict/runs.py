@@ -15,6 +15,7 @@ from hetexp.core.plan import Plan
 from hetexp.plan.calibrated_plan import LEAST_GAIN, Choice
 from hetexp.plan.device_estimates import MEASURED, DeviceEstimates
 from hetexp.plan.predict.inputs import ENERGY_TOLERANCE, PredictedRun, PredictionInputs
+from hetexp.plan.predict.paying_batch import BatchPrediction
 from hetexp.plan.strategy import Strategy
 
 
@@ -34,6 +35,12 @@ class Prediction:
     """Why it is the best, or why there is none."""
     ends: str = ""
     """What ends a run."""
+    preferred: str | None = None
+    """Policy of the run."""
+    paying: BatchPrediction | None = None
+    """Smallest larger batch with which more devices pay, if the best row leaves devices out."""
+    answer: str = ""
+    """The answer in one sentence (`hetexp.plan.predict.answer`)."""
 
 
 def predict_runs(
@@ -56,20 +63,20 @@ def predict_runs(
         predicted = strategy.predict(inputs) if refused is None else [PredictedRun(None, problem=refused)]
         rows += [replace(row, strategy=name, exact=strategy.exact) for row in predicted]
     best, reasons = recommend(rows, inputs, preferred)
+    solo, why = inputs.solo, tuple(reasons)
     return Prediction(
-        inputs.plan, inputs.estimates, inputs.total, inputs.solo, tuple(rows), best, tuple(reasons)
+        inputs.plan, inputs.estimates, inputs.total, solo, tuple(rows), best, why, preferred=preferred
     )
 
 
 def recommend(
-    rows: Sequence[PredictedRun],
-    inputs: PredictionInputs,
-    preferred: str | None = None,
+    rows: Sequence[PredictedRun], inputs: PredictionInputs, preferred: str | None = None
 ) -> tuple[PredictedRun | None, list[str]]:
     """Return the best row with the reasons, or why there is none.
 
-    Of rows with a difference too small to measure, the simplest is taken. If the figures are not measured, a
-    row whose policy measures comes first, because it corrects them. Only exact strategies are recommended.
+    Of rows with a difference too small to measure, a single device is taken. If there is none and the figures
+    are not measured, a row whose policy measures comes first, because it corrects them. Only exact strategies
+    are recommended.
     """
     objective, budget_watts = inputs.objective, inputs.budget_watts
     fit = [row for row in rows if row.predicted and row.exact]
@@ -98,7 +105,7 @@ def recommend(
 
         def order(row: PredictedRun) -> tuple[bool, bool, bool, float]:
             other = row.policy != preferred
-            return row.measures == measured, row.policy is not None, other, row.step_seconds or 0.0
+            return row.policy is not None, row.measures == measured, other, row.step_seconds or 0.0
 
         best = min(near, key=order)
     return best, _reasons(best, rows, inputs)
@@ -113,9 +120,10 @@ def _reasons(best: PredictedRun, rows: Sequence[PredictedRun], inputs: Predictio
     others = []
     solo = [row.step_seconds or 0.0 for row in rows if row.predicted and len(row.ranks) == 1]
     equal = next((row for row in rows if row.policy == "equal" and row.predicted), None)
-    if objective == "time" and solo and len(best.ranks) > 1:
+    several = objective == "time" and len(best.ranks) > 1
+    if several and solo:
         others.append(f"{min(solo) / best.step_seconds:.2f}× as fast as the fastest device alone")
-    if objective == "time" and equal is not None and equal is not best and equal.step_seconds is not None:
+    if several and equal is not None and equal is not best and equal.step_seconds is not None:
         others.append(f"{equal.step_seconds / best.step_seconds:.2f}× as fast as an equal split")
     if objective == "energy" and best.joules_per_sample is not None:
         fastest = min((row for row in rows if row.predicted), key=lambda row: row.step_seconds or 0.0)

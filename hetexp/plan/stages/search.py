@@ -26,11 +26,7 @@ FEW = 4
 
 
 def choose_stages(
-    pipeline: Pipeline,
-    devices: Sequence[int],
-    samples: int,
-    any_order: bool = True,
-    thorough: bool = True,
+    pipeline: Pipeline, devices: Sequence[int], samples: int, any_order: bool = True, thorough: bool = True
 ) -> Cut:
     """Return the cut of the model over these devices with the shortest step.
 

@@ -54,8 +54,9 @@ def known_from_catalogue(
     Args:
         devices: one a rank, as `precisions` are.
         built: holds the run's model and a sample.
-        emulated: whether the ranks will count the model's work on the CPU, as emulated devices do; otherwise
-            it is counted without data. The counts differ by kernels that torch does not count on the CPU.
+        emulated: whether the ranks will count the model's work on the CPU, as emulated devices do; otherwise,
+            and for a large model, it is counted without data. The counts differ by kernels that torch does
+            not count on the CPU.
     """
     catalogue = load_catalogue(config.hardware.catalogue)
     cards = [card_of(d) if d.backend == "emulated" else catalogue.real(d) for d in devices]
@@ -114,7 +115,7 @@ def _exchange(work: CountedWork, strategy: Strategy) -> Exchange:
 def count(config: Config, built: RunMemory, emulated: bool) -> CountedWork:
     """Count the work of a run's model on one sample."""
     recompute = config.trainer.activation_checkpointing
-    model = built.model_with_values(recompute) if emulated else built.model
+    model = built.model_with_values(recompute) if emulated and not built.large else built.model
     inputs = _moved(built.sample[0], model)
     forward, backward, fractions = count_work(model, inputs, samples=1)
     sized = [(fraction, p.numel() * p.element_size()) for p, fraction in fractions]

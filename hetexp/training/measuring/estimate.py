@@ -36,6 +36,9 @@ from hetexp.training.recovery.oom_recovery import part_of
 from hetexp.training.seeding import seeded
 from hetexp.training.streams import refuse_stream
 
+LARGE_BYTES = 2 * 2**30
+"""Larger models are counted on the meta device if possible, even for emulated devices: a plan alone should
+not need the model's memory, nor the minutes in which its weights are drawn."""
 PEEKED = 32
 """Samples that are read for the length of a padded one."""
 _Rank = tuple[DeviceSpec, int, str, int | None]
@@ -103,6 +106,11 @@ class RunMemory:
             model = _build(self._config.model, self.data_facts, activation_checkpointing, self.sample[0])
         return to_precision(model, weight.dtype.to_real())
 
+    @property
+    def large(self) -> bool:
+        """Whether the model is too large to be built for a plan alone."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters()) > LARGE_BYTES
+
     def local_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Return a batch's loss, as a rank takes it."""
         return self._workload("float32", accumulates=False).loss(output, targets)
@@ -141,19 +149,23 @@ class RunMemory:
             and estimate.total_bytes > device.memory_bytes
         ]
 
-    def caps(self) -> list[int | None]:
+    def caps(self, batch_size: int | None = None) -> list[int | None]:
         """Return the most samples of a step that each device's memory allows, `None` for no limit.
 
         There is no limit if the memory or the need is unknown, or if passes may be arbitrarily small. A
         device that cannot hold one sample has the cap 0.
+
+        Args:
+            batch_size: global batch; `None`: the run's.
         """
         trainer = self._config.trainer
+        total = batch_size or trainer.global_batch_size
         if trainer.microbatch_size is not None:
             return [None] * len(self._ranks)
         if trainer.accumulate == 1 and self._strategy.varies_passes():
-            most = [trainer.global_batch_size] * len(self._ranks)
+            most = [total] * len(self._ranks)
             return [0 if size == 0 else None for size in self.largest_passes(most)]
-        most_of_pass = -(-trainer.global_batch_size // trainer.accumulate)
+        most_of_pass = -(-total // trainer.accumulate)
         sizes = [
             self._largest(device, precision, most_of_pass, trainer.accumulate > 1)
             for device, _, precision, _ in self._ranks

@@ -24,9 +24,6 @@ from hetexp.training.measuring.estimate import RunMemory
 
 SIZES = (2, 3)
 """Samples of two passes, whose difference is that of one sample; batch norms refuse a single sample."""
-LARGE_BYTES = 2 * 2**30
-"""Larger models are counted on the meta device if possible, even for emulated devices: a plan alone should
-not need the model's memory."""
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,7 +62,7 @@ def describe_layers(
     passes = None
     with on_meta(built.model) as model:
         states = _states(config, model)
-        if not emulated or _bytes([*model.parameters()]) > LARGE_BYTES:
+        if not emulated or built.large:
             with contextlib.suppress(Exception):  # the user's own model runs any code, and may need values
                 passes = _passes(model, built, precision)
     if passes is None:

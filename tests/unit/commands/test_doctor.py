@@ -385,15 +385,16 @@ def test_few_open_files(context: Context, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_offline_runs_of_wandb(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, wandb="0.31.0")
-    for name in ("one", "two"):
-        run = context.folder / "outputs" / "2026-01-01" / name / "wandb" / f"offline-run-{name}"
+    for place in ("2026-01-01/one", "2026-01-01/two", "sweeps/2026-01-01/a_sweep/0-seed=0"):
+        run = context.folder / "outputs" / place / "wandb" / "offline-run-20260101_000000-x"
         run.mkdir(parents=True)
-    (run / "run-two.wandb.synced").touch()
+        (run / "run-x.wandb").touch()
+    (run / "run-x.wandb.synced").touch()
     told = rows(found(context, "W&B"))
     assert told["wandb"] == "0.31.0"
     assert told["mode"].startswith("offline, since neither")
-    assert told["offline runs"] == f"1 of 2 below {context.folder} not uploaded"
-    assert told["to upload them"] == "wandb sync outputs/*/*/wandb/offline-run-*"
+    assert told["offline runs"] == f"2 of 3 below {context.folder} not uploaded"
+    assert told["to upload them"] == "hetexp sync outputs"
     versions(monkeypatch)
     assert list(rows(found(context, "W&B"))) == ["wandb"]
 

@@ -14,6 +14,7 @@ import pytest
 from hetexp.cli import main
 from hetexp.commands import gpus
 from hetexp.core.device import GIB, DeviceSpec
+from hetexp.hardware.backends.cpu import cpu_count
 from hetexp.hardware.detection.detected import DetectedCard, Process, Reading
 from hetexp.hardware.detection.inventory import Inventory
 
@@ -63,7 +64,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_json_has_null_where_nothing_is_known(machine: Inventory, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second, third = json.loads(shown(capsys, "--json"))
+    first, second, third, cpu = json.loads(shown(capsys, "--json"))
     assert (first["id"], first["device"], first["state"]) == (0, "cuda:0", "busy")
     assert first["memory_free_bytes"] == 20 * GIB
     assert first["utilisation"] == 0.0
@@ -77,6 +78,9 @@ def test_json_has_null_where_nothing_is_known(machine: Inventory, capsys: pytest
     assert third["state"] == "lost"
     assert third["why_not"] == "lost: GPU is lost"
     assert third["python"] is None
+    # The processor has no number among the cards.
+    assert (cpu["id"], cpu["device"], cpu["vendor"], cpu["state"]) == (None, "cpu:0", "cpu", "available")
+    assert 0 < cpu["memory_free_bytes"] <= cpu["memory_bytes"]
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -94,8 +98,10 @@ def test_the_table_shows_every_card_and_every_reason(
 
 def test_a_machine_without_cards(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpus, "inspect", Inventory)
-    assert "No accelerator in this machine" in shown(capsys)
-    assert json.loads(shown(capsys, "--json")) == []
+    text = shown(capsys)
+    assert "No accelerator in this machine" in text
+    assert f"{cpu_count()} cores" in " ".join(text.split())
+    assert [device["device"] for device in json.loads(shown(capsys, "--json"))] == ["cpu:0"]
 
 
 @pytest.mark.parametrize("words", [["--watch", "0"], ["--watch", "x"], ["--nonsense"], ["more"]])
@@ -139,4 +145,4 @@ def test_this_machine_is_listed_without_torch() -> None:
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     cards: list[dict[str, Any]] = json.loads(answer.stdout)
-    assert [card["id"] for card in cards] == list(range(len(cards)))
+    assert [card["id"] for card in cards] == [*range(len(cards) - 1), None]  # the last is the processor

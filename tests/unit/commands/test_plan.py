@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +82,8 @@ def test_every_strategy_and_policy_of_the_folders(capsys: pytest.CaptureFixture[
     best = found["rows"][found["best"]]
     exact = [row["predicted_step_s"] for row in rows.values() if row["exact"]]
     assert best["predicted_step_s"] <= 1.011 * min(exact)
-    assert found["reasons"][0].startswith(f"ddp + {best['policy']}: 4096 samples are predicted to take")
+    name = " + ".join(filter(None, (best["strategy"], best["policy"])))
+    assert found["reasons"][0].startswith(f"{name}: 4096 samples are predicted to take")
     assert (found["what_if"], found["scale"]) == (None, None)
 
 
@@ -151,12 +153,54 @@ def test_the_tables_fit_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    text = shown(capsys, "hardware=eight_mixed", *TINY, "--what-if", "+3*t4", "--scale", "99")
-    assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text
+    words = ["hardware=eight_mixed", *TINY, "--what-if", "+3*t4", "--scale", "99"]
+    for text in (shown(capsys, *words), shown(capsys, *words, "--details")):
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
     assert ("ceiling" in text) == (width == 110)
     for part in ("Predicted from the catalogue: 64 samples a step", "→ ", "RTX 4090 (emulated)", "3 ×"):
         assert part in text
+
+
+def test_the_answer_comes_first_and_few_rows_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*MIX[:-1], "trainer.global_batch_size=16384"]
+    text, found = shown(capsys, *words), as_json(capsys, *words)
+    best = found["rows"][found["best"]]
+    alone = next(row for row in found["rows"] if row["strategy"] == "single")
+    gain = alone["predicted_step_s"] / best["predicted_step_s"]
+    first = f"ddp on both devices: {gain:.2f} × as fast as the RTX 3090 alone (`strategy=ddp"
+    assert text.startswith(first)
+    assert found["answer"].startswith(first)
+    assert 2 <= len([line for line in text.splitlines() if line.startswith("│")]) <= 10
+    details = shown(capsys, *words, "--details")
+    assert details.startswith(first)
+    for policy in {row["policy"] for row in found["rows"] if row["strategy"] == "pipeline"}:
+        assert re.search(rf"pipeline +│ {policy} ", details)
+
+
+def test_a_batch_too_small_for_both_names_one_that_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*MIX[:-1], "hardware.check_memory=true"]
+    found = as_json(capsys, *words, "trainer.global_batch_size=1024")
+    assert found["rows"][found["best"]]["strategy"] == "single"
+    assert found["answer"].startswith("The RTX 3090 alone is fastest; with `trainer.global_batch_size=")
+    paying = found["paying_batch"]
+    assert paying["num_devices"] == 2
+    assert paying["batch_size"] in [1024 * 2**power for power in range(1, 7)]
+    # With that batch both pay by the prediction itself, and with half of it they do not.
+    then = as_json(capsys, *words, f"trainer.global_batch_size={paying['batch_size']}")
+    best = then["rows"][then["best"]]
+    alone = next(row for row in then["rows"] if row["strategy"] == "single")
+    assert len(best["split"]) == 2
+    gain = alone["predicted_step_s"] / best["predicted_step_s"]
+    assert gain == pytest.approx(paying["gain"], rel=0.02)
+    half = as_json(capsys, *words, f"trainer.global_batch_size={paying['batch_size'] // 2}")
+    assert half["rows"][half["best"]]["strategy"] == "single"
+
+
+def test_no_batch_that_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, *MIX[:-1], "trainer.global_batch_size=64")
+    assert found["paying_batch"] is None
+    assert found["answer"] == "The RTX 3090 alone is fastest, with any batch up to 4,096 samples that fits."
 
 
 def test_what_nothing_is_known_of(capsys: pytest.CaptureFixture[str]) -> None:

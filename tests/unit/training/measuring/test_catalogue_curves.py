@@ -26,6 +26,7 @@ from hetexp.model.base import build_model
 from hetexp.optimizer.build import build_optimizer
 from hetexp.plan.device_estimates import CATALOGUE, NOTHING, DeviceEstimates
 from hetexp.strategy.ddp import DDP
+from hetexp.training.measuring import estimate
 from hetexp.training.measuring.catalogue_curves import in_buckets, known_from_catalogue
 from hetexp.training.measuring.estimate import RunMemory
 
@@ -144,3 +145,15 @@ def test_buckets_are_those_of_ddp(sizes: list[int], cap: int) -> None:
     for bucket, (fraction, _) in zip(indices, found, strict=True):
         done += len(bucket)
         assert fraction == pytest.approx(done / len(sizes))
+
+
+def test_a_large_model_is_counted_without_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("model=mlp")
+    counted = ask(config, RTX, ARC)
+    monkeypatch.setattr(estimate, "LARGE_BYTES", 0)
+
+    def build(*_: Any) -> None:
+        raise AssertionError("the model was built with values")
+
+    monkeypatch.setattr(RunMemory, "model_with_values", build)
+    assert ask(config, RTX, ARC) == counted
