@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hetexp.core.compose.conf_folders import conf_dir as conf_dir
 from hetexp.core.compose.conf_folders import name_own_conf_dir
 from hetexp.core.compose.words import asks_for_help, without_hyphens, written_out
-from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
+from hetexp.core.errors import ConfigError, HetexpError
 from hetexp.core.streams import show_any_text
 
 if TYPE_CHECKING:
@@ -245,12 +245,12 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
                 run(cfg, request, ranks=ranks)
             else:
                 run_job(job.job.num, request, partial(run, cfg, request))
-    except RunFailedError as error:
-        if error.exit_code > 128:
-            raise SystemExit(error.exit_code) from None  # a signal ends a whole sweep, a failure one job
-        raise CompactHydraException(str(error)) from None
     except HetexpError as error:
-        raise CompactHydraException(str(error)) from None
+        if sweep is not None and error.exit_code <= 128:  # a signal ends a whole sweep, a failure one job
+            raise CompactHydraException(str(error)) from None
+        if not error.shown:
+            print(error, file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
     finally:
         os.chdir(job_folder)
 
