@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from hetexp.core.compose.conf_folders import conf_dir as conf_dir
 from hetexp.core.compose.conf_folders import name_own_conf_dir
-from hetexp.core.compose.words import asks_for_help, without_hyphens, written_out
-from hetexp.core.errors import ConfigError, HetexpError, RunFailedError
+from hetexp.core.compose.words import asks_for_help, where_to_look, without_hyphens, written_out
+from hetexp.core.errors import ConfigError, HetexpError
 from hetexp.core.streams import show_any_text
 
 if TYPE_CHECKING:
@@ -95,10 +95,13 @@ def start(arguments: argparse.Namespace, ranks: RankSource | None = None) -> Non
 
     from hetexp.launch.sweep.end import concluded
 
+    typed = list(arguments.overrides)
     problems = check_command_line(arguments, ranks)
     if problems:
         print(ConfigError(problems), file=sys.stderr)
         sys.exit(2)
+    signed = dict(zip(typed, arguments.overrides, strict=True))  # Hydra parses the command line again
+    sys.argv[1:] = [signed.get(word, word) for word in sys.argv[1:]]
 
     def job(cfg: DictConfig) -> None:
         _job(cfg, ranks)
@@ -153,7 +156,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration of some overrides, for scripts and tests that start runs themselves."""
     from hydra import compose, initialize_config_dir
 
-    from hetexp.core.compose.overrides import without_hydra
+    from hetexp.core.compose.loader import without_hydra
 
     register_resolvers()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -168,11 +171,7 @@ def check_command_line(arguments: argparse.Namespace, ranks: RankSource | None =
 
     if asks_for_help(arguments) or not arguments.overrides or arguments.experimental_rerun:
         return []
-    where = {
-        "config_dir": arguments.config_dir,
-        "config_path": arguments.config_path,
-        "config_name": arguments.config_name or CONFIG_NAME,
-    }
+    where = where_to_look(arguments)
     if arguments.multirun or asks_to_sweep(arguments.overrides, **where):
         jobs, problems = compose_jobs(arguments.overrides, **where)
         return list(dict.fromkeys(problems or _check_jobs(jobs)))
@@ -213,7 +212,7 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
     from hydra.errors import CompactHydraException
     from hydra.types import RunMode
 
-    from hetexp.core.compose.overrides import without_idle_arguments
+    from hetexp.core.compose.loader import without_idle_arguments
     from hetexp.core.files import ending_when_full
     from hetexp.core.sweep.folder import of_a_run
     from hetexp.launch.sweep.run import run_job
@@ -245,12 +244,12 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
                 run(cfg, request, ranks=ranks)
             else:
                 run_job(job.job.num, request, partial(run, cfg, request))
-    except RunFailedError as error:
-        if error.exit_code > 128:
-            raise SystemExit(error.exit_code) from None  # a signal ends a whole sweep, a failure one job
-        raise CompactHydraException(str(error)) from None
     except HetexpError as error:
-        raise CompactHydraException(str(error)) from None
+        if sweep is not None and error.exit_code <= 128:  # a signal ends a whole sweep, a failure one job
+            raise CompactHydraException(str(error)) from None
+        if not error.shown:
+            print(error, file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
     finally:
         os.chdir(job_folder)
 

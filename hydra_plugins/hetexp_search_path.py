@@ -7,7 +7,7 @@ from pathlib import Path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from hetexp.core.compose.conf_folders import conf_dir, own_conf_dirs
+from hetexp.core.compose.conf_folders import conf_dir, ignore_byte_order_marks, own_conf_dirs
 
 
 class HetexpSearchPath(SearchPathPlugin):
@@ -17,6 +17,7 @@ class HetexpSearchPath(SearchPathPlugin):
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        ignore_byte_order_marks()
         shipped = str(conf_dir())
         if not any(part.provider == "main" and part.path == shipped for part in search_path.get_path()):
             return

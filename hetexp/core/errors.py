@@ -14,6 +14,10 @@ from collections.abc import Iterable, Sequence
 class HetexpError(Exception):
     """Base of every error whose message is for the user."""
 
+    exit_code = 1
+    shown = False
+    """Whether the screen shows it already."""
+
 
 class ConfigError(HetexpError):
     """One or more configuration values cannot be used; all of them are listed at once.
@@ -58,16 +62,18 @@ class CheckpointError(HetexpError):
 
 
 class RunFailedError(HetexpError):
-    """A run ended without finishing its training; the details are already on the screen.
+    """A run ended without finishing its training.
 
     Args:
         details: text of the first cause, with its traceback.
+        shown: as the attribute.
     """
 
-    def __init__(self, message: str, exit_code: int = 1, details: str = "") -> None:
+    def __init__(self, message: str, exit_code: int = 1, details: str = "", shown: bool = False) -> None:
         super().__init__(message)
         self.exit_code = exit_code
         self.details = details
+        self.shown = shown
 
 
 def must_be(key: str, accepted: str, value: object, fix: str = "") -> str:

@@ -48,7 +48,7 @@ _limits: ContextVar[tuple[_Limit, ...]] = ContextVar("limits", default=())
 """Of all blocks that the current thread is in."""
 
 
-_FROM_FACTS = " If the data's `facts` have it, give the argument a default of None."
+_FROM_FACTS = ", or, if the data's `facts` have it, give the argument a default of None."
 
 
 @contextmanager
@@ -215,6 +215,29 @@ def accepts(target: str, name: str) -> bool:
     return name in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
 
+def arguments(target: str, key: str) -> tuple[list[str], bool]:
+    """Return the arguments that a configuration may give a class, and whether it takes any others.
+
+    A class that cannot be imported, or has no signature, takes any: `check_component` reports it.
+
+    Args:
+        key: Hydra key of an argument, whose section may leave some to hetexp.
+    """
+    try:
+        located = locate(target)
+        signature = inspect.signature(located)
+    except Exception:  # an import runs any code and so raises anything
+        return [], True
+    named = _named(signature)
+    later = _given_later(key.partition(".")[0], list(named))
+    return [name for name in named if name not in later], _takes_any(located)
+
+
+def _named(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in signature.parameters.items() if p.kind in kinds}
+
+
 def fits_default(target: str, name: str, value: Any) -> bool:
     """Return whether a value is of the kind of an argument's default: a number, a list, a flag or a text.
 
@@ -269,11 +292,7 @@ def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., A
         return []
     hints = _hints(located)
     accepts_any = _takes_any(located)
-    named = {
-        name: p
-        for name, p in signature.parameters.items()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    named = _named(signature)
     arguments = {name: value for name, value in node.items() if name not in _RESERVED}
     problems: list[str] = []
     later = _given_later(key, list(named))
@@ -285,13 +304,15 @@ def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., A
             if value != named[name].default and not (value is None and name in later):
                 problems += _check_value(f"{key}.{name}", value, hints.get(name, Any))
         elif not accepts_any:
+            has = [known for known in named if known not in later]
             problems.append(
                 f"`{key}.{name}` is not an argument of {node['_target_']} (its value is {value!r})."
-                + did_you_mean(name, named)
+                + (did_you_mean(name, has) or f" It takes {', '.join(has) or 'no arguments'}.")
             )
     if not node.get("_partial_"):
         problems += [
-            f"`{key}.{name}` must be given, but is missing.{_FROM_FACTS if key == 'model' else ''}"
+            f"`{key}.{name}` must be given, but is missing. Add {key}.{name}=…"
+            + (_FROM_FACTS if key == "model" else ".")
             for name, p in named.items()
             if p.default is p.empty and name not in arguments and name not in later
         ]

@@ -30,6 +30,8 @@ _MPI = (
 _NODE = ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
 """Number of this process's node among the job's: torchrun's, Ray Train's, SLURM's."""
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
+"""Number of the step of srun, in newer and older versions."""
 _FIRST_PORT, _PORTS = 15000, 16000
 """Range of the ports for SLURM jobs, below the ports that systems assign by themselves."""
 _IN_BRACKETS = re.compile(r"([^\[,]+)\[(\d+)[^\]]*\]([^,]*)")
@@ -84,6 +86,14 @@ def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return _of_torch(environ)
     if environ.get("SLURM_PROCID") and environ.get("SLURM_NTASKS", "1") != "1":
+        if environ.get("SLURM_JOB_ID") and not any(
+            environ.get(name) for name in _STEP
+        ):  # a batch script's own
+            raise ConfigError(
+                f"`SLURM_PROCID` ({environ['SLURM_PROCID']}) and `SLURM_NTASKS` ({environ['SLURM_NTASKS']}) "
+                "must be those of a task of srun, but `SLURM_STEP_ID` is not set: no other rank would come. "
+                f"Start the ranks by srun. {_left_behind(environ, SLURM)}"
+            )
         return _of_slurm(environ)
     for rank, size in _MPI:
         if environ.get(rank) and environ.get(size, "1") != "1":
@@ -170,8 +180,14 @@ def _numbers(
             if value is not None and value >= size
         ]
     if problems:
-        raise ConfigError(f"Started by {who}, {'; '.join(problems)}. {OTHERWISE}")
+        raise ConfigError(f"Started by {who}, {'; '.join(problems)}. {_left_behind(environ, needed)}")
     return numbers
+
+
+def _left_behind(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """Say what to do about variables of an earlier job in the same shell."""
+    present = " ".join(name for name in names if environ.get(name))
+    return f"If another job left them behind, run: unset {present}. {OTHERWISE}"
 
 
 def _node(environ: Mapping[str, str]) -> str:

@@ -61,6 +61,11 @@ class Pad:
         self._values, self._mask, self._keys = values, mask, keys
         self._mask_dtype = torch.bool if mask_type == "bool" else torch.int64
 
+    @property
+    def has_mask(self) -> bool:
+        """Whether a mask shows what is padding."""
+        return self._mask is not None
+
     def __call__(self, samples: list[Any]) -> Any:
         """Return the samples as one batch.
 

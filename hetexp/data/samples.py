@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -148,13 +149,21 @@ class Explained:
     def __init__(self, function: Function) -> None:
         self.function = function
         self.stacks = function is default_collate
+        self._pads_unseen = isinstance(function, Pad) and not function.has_mask
 
     def __call__(self, samples: list[Any], stacked: Function | None = None) -> Any:
-        """Return the batch of some samples; see `Collate`.
+        """Return the batch of some samples; see `Collate`. Warn once of padding that no mask shows.
 
         Raises:
             ConfigError: a shipped function cannot make a batch of them.
         """
+        if self._pads_unseen and _mismatch(samples) is not None:
+            self._pads_unseen = False
+            warnings.warn(
+                "collate='pad' makes no mask, so that the model takes padding for data. With dicts as "
+                "samples, collate={'_target_': 'pad', 'mask': 'attention_mask'} adds one.",
+                stacklevel=2,
+            )
         return _made(self.function, samples, "collate", stacked)
 
 

@@ -96,7 +96,7 @@ def _lines(key: str, file: str | None) -> list[tuple[int, str]]:
     """Return the lines that are not blank, with their numbers."""
     path = SHIPPED if file is None else Path(file).expanduser()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(must_be(f"data.{key}", "a readable UTF-8 file", file, str(error))) from error
     # Not splitlines: a text may hold other separators, which JSON leaves as they are.

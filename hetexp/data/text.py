@@ -79,7 +79,7 @@ def _read(folder: str | None, sequence_length: int, test_fraction: float) -> tup
     texts, problems = [], []
     for file in files:
         try:
-            texts.append(file.read_text(encoding="utf-8"))
+            texts.append(file.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             fix = f"{file.name} cannot be read: {error}."
             problems.append(must_be("data.folder", "a folder of readable UTF-8 text", shown, fix))

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from hetexp import app
 from hetexp.core.compose.overrides import compose_typed
+from hetexp.core.compose.words import where_to_look
 from hetexp.core.config import check_config
 from hetexp.core.errors import HetexpError, RunFailedError, UsageError
 from hetexp.core.rank_env import RankEnv, find_rank_env
@@ -33,11 +34,7 @@ START_SECONDS = 120.0
 
 def run_rank(rank_env: RankEnv, arguments: argparse.Namespace) -> NoReturn:
     """Run one rank of the job that the command line describes, and end this process with it."""
-    where = {
-        "config_dir": arguments.config_dir,
-        "config_path": arguments.config_path,
-        "config_name": arguments.config_name or app.CONFIG_NAME,
-    }
+    where = where_to_look(arguments)
     if arguments.multirun or asks_to_sweep(arguments.overrides, **where):
         if rank_env.leads:
             print(
@@ -46,7 +43,7 @@ def run_rank(rank_env: RankEnv, arguments: argparse.Namespace) -> NoReturn:
                 file=sys.stderr,
             )
         end(2)
-    composed, _ = compose_typed(arguments.overrides, **where)
+    composed, _ = compose_typed(tuple(arguments.overrides), **where)
     try:
         store = EngineStore(rank_env, _timeout_seconds(composed))
     except HetexpError as error:
@@ -85,6 +82,8 @@ def train_function(overrides: Sequence[str], run_dir: str | Path | None = None) 
             "train_function must be called in a rank of torchrun, SLURM or Ray Train (RANK is not set)."
         )
     app.register_resolvers()
+    overrides = list(overrides)
+    compose_typed(overrides)  # which gives arguments of a class the sign of a new key
     cfg = app.compose_config(overrides)
     store = EngineStore(rank_env, _timeout_seconds(cfg))
     terminated_on_request()

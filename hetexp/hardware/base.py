@@ -75,6 +75,8 @@ class Backend(ABC):
     """Whether `abort` of that backend's process group ends collectives that wait for a lost rank."""
     vendor: ClassVar[str] = "cpu"
     """Maker of its cards, in small letters."""
+    drivers: ClassVar[tuple[str, ...]] = ()
+    """Files of Linux, one of which exists if a driver of its cards is loaded; none: that is not known."""
     wheel: ClassVar[str] = "cpu"
     """Environment that `hetexp env create` makes for it: `cuda`, `rocm`, `xpu`, `cpu`."""
     torch_type: ClassVar[str] = "cpu"

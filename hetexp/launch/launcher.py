@@ -144,8 +144,8 @@ def _raise(summary: dict[str, Any], caught: list[signal.Signals], details: str, 
         print_line(console, f"Its newest checkpoint, to go on from with resume=: {summary['checkpoint']}")
     if caught:
         console.print(f"Stopped by {caught[0].name}; every rank has ended.", style="bold yellow")
-        raise RunFailedError(f"stopped by {caught[0].name}", exit_code=128 + caught[0])
-    raise RunFailedError(summary["error"], details=details)
+        raise RunFailedError(f"stopped by {caught[0].name}", exit_code=128 + caught[0], shown=True)
+    raise RunFailedError(summary["error"], details=details, shown=bool(details))
 
 
 class _Run:

@@ -27,7 +27,11 @@ def check_dataset(name: str, dataset: Any) -> list[str]:
         return [] if len(dataset) else [f"`{name}` must hold at least one sample, but is empty."]
     accepted = "a data set (`__len__` and `__getitem__`) or a stream (`IterableDataset`)"
     named = f"{kind.__module__}.{kind.__qualname__}"
-    return [f"`{name}` must be {accepted}, of which each device can take its part, but is a {named} instead."]
+    is_loader = isinstance(dataset, DataLoader)
+    fix = " Give its data set (loader.dataset): run.batches() makes the batches." if is_loader else ""
+    return [
+        f"`{name}` must be {accepted}, of which each device can take its part, but is a {named} instead.{fix}"
+    ]
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -227,6 +227,7 @@ class Run(WholeBatch):
         if self._step is None or self._step.is_over or not torch.is_grad_enabled():
             with self._state.autocast():
                 return widened(self._called(call))
+        self._step.check_inputs(call)
         if not self._attached:
             self._attach(call, self._step)
         return self._step.call(call)
@@ -261,12 +262,13 @@ class Run(WholeBatch):
         self._log_due = progress.step % state.config.trainer.log_every == 0
 
     def _check_step(self) -> None:
-        if self._rehearsing or self._step is None or self._step.is_over:
+        if self._rehearsing or (self._step is not None and self._step.is_over):
             return
-        if not self._step.has_backward:
+        if self._step is None or not self._step.has_backward:
             raise UsageError(
-                "optimizer.step() must follow run.backward(loss), but this batch had none. loss.backward() "
-                "alone exchanges and scales no gradient."
+                "optimizer.step() must follow run.backward(loss) for a batch of run.batches(), but did not. "
+                "loss.backward() alone exchanges and scales no gradient. Write: for inputs, targets in "
+                "run.batches(): loss = criterion(run.model(inputs), targets); run.backward(loss)."
             )
         raise UsageError(
             "optimizer.step() must follow the last microbatch of a step, but more of them come. Write "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -100,6 +100,15 @@ class ScriptStep:
             raise UsageError(
                 "Each batch of run.batches() must have its run.backward(loss) before the next one comes, but "
                 "one had none. The other devices wait for its gradient: do not `continue` before it."
+            )
+
+    def check_inputs(self, call: Call) -> None:
+        """Raise a `UsageError` if the model gets a key of a batch that is a dict instead of a value."""
+        batch = self.batch.microbatches[self._number] if self.rows else None
+        if isinstance(batch, Mapping) and any(isinstance(value, str) and value in batch for value in call[0]):
+            raise UsageError(
+                f"run.model must get values of the batch, but gets a key: the batch is a dict with "
+                f"{', '.join(batch)}. Write: for batch in run.batches(): output = run.model(**batch)."
             )
 
     def call(self, call: Call) -> Any:

@@ -100,7 +100,7 @@ def options() -> dict[str, tuple[str, ...]]:
     Options of the user's own `conf/` are included.
     """
     from hetexp.app import register_resolvers
-    from hetexp.core.compose.overrides import config_loader
+    from hetexp.core.compose.loader import config_loader
     from hetexp.core.sweep.grid import asks_to_sweep
 
     register_resolvers()

@@ -77,6 +77,7 @@ def slurm_variables(rank: int, size: int, port: int) -> dict[str, str]:
         "SLURM_LOCALID": f"{rank}",
         "SLURM_NODELIST": "127.0.0.1",
         "SLURM_JOB_ID": "17",
+        "SLURM_STEP_ID": "0",
         "MASTER_PORT": f"{port}",
     }
 

@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from hetexp.app import compose_config, conf_dir
 from hetexp.app import main as train_main
 from hetexp.cli import main
+from hetexp.core.compose.overrides import compose_typed
 from hetexp.core.compose.words import written_out
 
 ROOT = conf_dir().parent
@@ -81,6 +82,7 @@ def test_commands_compose(typed: str) -> None:
     if "--" in typed:
         return
     sweep = "-m" in typed.split()
+    compose_typed(words, sweep)  # which gives arguments of a class the sign of a new key
     compose_config([_one_of(word) if sweep else word for word in words])
 
 

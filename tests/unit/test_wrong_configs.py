@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser
+from omegaconf import OmegaConf
 from refusal import Refusals
+
+from hetexp.app import check_command_line, compose_config, register_resolvers
+from hetexp.core.compose.words import KEY_OF, without_hyphens, written_out
+from hetexp.core.errors import RunFailedError
+from hetexp.hardware.backends.cuda import CudaBackend
 
 TWO = "hardware.devices=[cpu,cpu]"
 WRONG = {
@@ -335,3 +343,62 @@ def test_all_errors_at_once(refused: Refusals) -> None:
     )
     for part in ("6 configuration errors", "dpp", "max_stps", "global_batch_size", "balancing.weights"):
         assert part in screen, screen
+
+
+# ---------------------------------------------------------------- the guide's table
+
+GUIDE = Path(__file__).parents[2] / "docs"
+ROW = re.compile(r"^\| `` ([^`]+) `` \| (.+) \|$", re.MULTILINE)
+
+
+def guide() -> list[tuple[str, str]]:
+    """Return what is typed and what is said, from the guide's section on wrong values."""
+    (page,) = GUIDE.rglob("troubleshooting.md")
+    section = page.read_text(encoding="utf-8").partition("\n## Wrong values\n")[2].partition("\n## ")[0]
+    return ROW.findall(section)
+
+
+def answers(words: list[str]) -> str:
+    parser = get_args_parser()
+    read = written_out(without_hyphens(words, parser._option_string_actions))
+    return "\n".join(check_command_line(parser.parse_args(read)))
+
+
+def test_the_guide_has_a_table() -> None:
+    assert len(guide()) >= 22
+
+
+@pytest.mark.parametrize(("typed", "said"), guide())
+def test_the_guide_says_what_a_wrong_value_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CudaBackend, "drivers", ("/no/such/driver",))
+    register_resolvers()
+    screen = answers(typed.split())
+    for part in said.split(" … "):
+        assert part.removesuffix("…") in screen, screen
+
+
+def test_all_words_of_other_trainers_lead_to_keys() -> None:
+    config = compose_config([])
+    for key in set(KEY_OF.values()) - {"hydra.run.dir"}:
+        section, _, name = key.rpartition(".")
+        assert name in (OmegaConf.select(config, section) if section else config), key
+
+
+def test_a_bare_number_after_a_flag() -> None:
+    screen = answers(["trainer.max_steps=3", "2", "4"])
+    assert "'2 4' instead" in screen
+    assert "takes one value only" in screen
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_failed_run_says_why_once(refused: Refusals, monkeypatch: pytest.MonkeyPatch, shown: bool) -> None:
+    """Without Hydra's list of overrides and its HYDRA_FULL_ERROR."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RunFailedError("the loss does not fit", shown=shown)
+
+    monkeypatch.setattr("hetexp.app.run", fail)
+    assert refused([]) == ("" if shown else "the loss does not fit\n")

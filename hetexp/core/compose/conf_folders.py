@@ -56,5 +56,19 @@ def not_utf8(folders: Sequence[Path]) -> str:
     return "\n".join(problems)
 
 
+def ignore_byte_order_marks() -> None:
+    """Let Hydra read `# @package …` in a file with a byte-order mark, which the YAML reader skips."""
+    from hydra.plugins.config_source import ConfigSource
+
+    read = ConfigSource._get_header_dict
+    if read.__module__ == __name__:
+        return
+
+    def header(text: str) -> dict[str, str | None]:
+        return read(text.removeprefix("\ufeff"))
+
+    ConfigSource._get_header_dict = staticmethod(header)  # type: ignore[assignment]
+
+
 def _module_dirs() -> list[str]:
     return [str(_named), str(_named.parent)] if _named is not None else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 
-from hetexp.core.compose.conf_folders import conf_dir, not_utf8, own_conf_dirs
-from hetexp.core.compose.words import end_of_word, why_unreadable, without_spaces
+from hetexp.core.compose.conf_folders import own_conf_dirs
+from hetexp.core.compose.loader import Missing, config_loader, find_missing, without_hydra
+from hetexp.core.compose.words import KEY_OF, end_of_word, why_apart, why_unreadable
 from hetexp.core.errors import did_you_mean, must_be
 from hetexp.core.files import folder_problem
 from hetexp.core.sweep.folder import name_problem
@@ -27,14 +28,12 @@ if TYPE_CHECKING:
 
 _LISTS = ("experiment",)
 """Groups of which several options may be chosen at once: each lies over the one before."""
-_ELSEWHERE = {
-    "batch_size": "trainer.global_batch_size",
-    "per_device_batch_size": "trainer.batch_size_per_device",
-    "learning_rate": "optimizer.lr",
-    "gpus": "hardware.gpu_ids",
-    "num_epochs": "trainer.max_epochs",
+_FORMS = {
+    "hardware.devices": ", a list as [cuda:0,cpu]",
+    "hardware.gpu_ids": ", card numbers as [0,1] or recommend:2 for the two best",
+    "cluster.hosts": ", a list with an entry for each machine",
 }
-"""Words of other frameworks, and our keys."""
+"""Keys whose values have another form than in other trainers."""
 
 
 class Overrides:
@@ -74,9 +73,14 @@ class Overrides:
         self._plain: Any = None
         self._loaded: dict[tuple[str, ...], Any] = {}
         self._values: list[Override] = values if self._composes(values) else []
-        for override in values if not self._values else ():
-            if self._check_key(override):
-                self._values.append(override)
+        signs: dict[str, str] = {}
+        for override in () if self._values else _classes_first(values):
+            checked = self._check_key(override)
+            if checked is not None:
+                self._values.append(checked)
+                signs[str(override.input_line)] = str(checked.input_line)
+        self.words = [signs.get(word, word) for word in typed]
+        """The words for Hydra, which asks for a sign before an argument that no option has."""
         if sweep and not self.problems:
             with contextlib.suppress(HydraException):
                 self.compose()
@@ -138,11 +142,11 @@ class Overrides:
             if end == 1:
                 yield whole
             else:
-                self._refuse(whole, f"The shell cuts words at spaces: type '{without_spaces(whole)}'.")
+                self._refuse(whole, why_apart(whole))
             words = rest
 
     def _refuse(self, text: str, reason: str) -> None:
-        key = text.partition("=")[0].strip() or text
+        key = text.partition("=" if "=" in text else " ")[0].strip() or text
         self.problems.append(
             f"`{key}` must be given as key=value that Hydra can read, but is '{text}' instead. {reason}"
         )
@@ -171,7 +175,7 @@ class Overrides:
             return False
         wrong = [choice for choice in _choices(override) if choice not in options]
         for choice in wrong:
-            fix = did_you_mean(str(choice), options).strip()
+            fix = did_you_mean(str(choice), options).strip() or _own_option(group, str(choice))
             self.problems.append(must_be(group, accepted, choice, fix))
         return not wrong
 
@@ -184,31 +188,50 @@ class Overrides:
                 "own choice are written hardware.devices=[…]."
             )
 
-    def _check_key(self, override: Override) -> bool:
-        """Return whether a key exists in what the groups compose, or in what the words before it add."""
+    def _check_key(self, override: Override) -> Override | None:
+        """Return an override whose key exists in what the groups compose, or in what the words before it add.
+
+        An argument of the class that `_target_` names gets the sign of a new key. `None`: there is no such
+        key.
+        """
         key = str(override.key_or_group)
         if override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra"):
-            return True
+            return override
         try:
             self._plain = self._load([]) if self._plain is None else self._plain
         except HydraException:  # `compose` will say what is wrong with the groups
-            return True
-        unknown, known = _walk(self._plain, key)
-        if unknown is not None and self._values:
+            return override
+        missing = chosen = find_missing(self._plain, key)
+        if missing is not None and self._values:
             with contextlib.suppress(HydraException):
-                unknown, known = _walk(self.compose(), key)
-        if unknown is None:
-            return True
-        self.problems.append(
-            f"`{key}` is not a key of the configuration (its value is {override.get_value_string()})."
-            + (self._where(key) or did_you_mean(unknown, known) or self._elsewhere(unknown))
-        )
-        return False
+                missing = find_missing(self.compose(), key)
+        if missing is None:
+            return override
+        owner = "a key of the configuration"
+        # The class of an option need not be imported, which takes seconds, if its keys say enough.
+        is_chosen = chosen is not None and missing.target == chosen.target and _is_shipped(missing.target)
+        hint = self._hint(key, missing) if is_chosen or missing.target is None else ""
+        if not hint and missing.target is not None:
+            owner = f"an argument of {missing.target}"
+            names, takes_any = _arguments(missing.target, key)
+            hint = did_you_mean(missing.name, names)
+            if missing.name in names or (takes_any and not hint):
+                return OverridesParser.create().parse_override(f"++{override.input_line}")
+            hint = hint or f" It takes {', '.join(names) or 'no arguments'}."
+        value = override.get_value_string()
+        self.problems.append(f"`{key}` is not {owner} (its value is {value}).{hint}")
+        return None
+
+    def _hint(self, key: str, missing: Missing) -> str:
+        """Return a sentence on the key that the user may mean, or an empty string."""
+        hint = self._where(key) or _of_other_trainers(missing.name)
+        hint = hint or did_you_mean(missing.name, missing.beside)
+        return hint or (self._elsewhere(missing.name) if missing.target is None else "")
 
     def _where(self, key: str) -> str:
         """Suggest the key with dots, or other options of its group that have it."""
         with_dots = key.replace("/", ".")
-        if key != with_dots and _walk(self._plain, with_dots)[0] is None:
+        if key != with_dots and find_missing(self._plain, with_dots) is None:
             return f" Did you mean `{with_dots}`?"
         group = split_key(key)[0]
         having = []
@@ -216,7 +239,7 @@ class Overrides:
             chosen = [text for text in self._groups if not text.startswith(f"{group}=")]
             with contextlib.suppress(HydraException):
                 composed = self._compose([*chosen, f"{group}={option}"])
-                if _walk(composed, key)[0] is None:
+                if find_missing(composed, key) is None:
                     having.append(f"{group}={option}")
         if not having:
             return ""
@@ -227,7 +250,7 @@ class Overrides:
 
     def _elsewhere(self, name: str) -> str:
         """Suggest a key of another section with this name, or a name like it."""
-        keys = {key.rpartition(".")[2]: key for key in reversed(_dotted_keys(self._plain))} | _ELSEWHERE
+        keys = {key.rpartition(".")[2]: key for key in reversed(_dotted_keys(self._plain))}
         found = did_you_mean(name, keys)
         return f" Did you mean `{keys[found.split('`')[1]]}`?" if found else ""
 
@@ -242,6 +265,7 @@ def compose_typed(
     """Compose what the user typed, and find every mistake in its words.
 
     Args:
+        typed: a list gets, in place, the signs that Hydra asks for before arguments of a class.
         config_dir: the user's own folder, before the shipped one.
 
     Returns:
@@ -251,6 +275,8 @@ def compose_typed(
     try:
         with config_loader(config_dir, config_path, config_name) as (loader, name):
             overrides = Overrides(loader, name, typed, multirun)
+            if isinstance(typed, list):
+                typed[:] = overrides.words
             if multirun and not overrides.problems:
                 return None, []
             # The values that could be read are checked too: one round of mending instead of two.
@@ -261,101 +287,6 @@ def compose_typed(
             return without_hydra(composed), overrides.problems
     except HydraException as error:
         return None, [str(error)]
-
-
-def without_hydra(composed: Any) -> DictConfig:
-    """Return a composed configuration without what is Hydra's own, and `without_idle_arguments`."""
-    hydra = composed.hydra
-    without_idle_arguments(composed, hydra.runtime.choices, [str(word) for word in hydra.overrides.task])
-    return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-
-
-def without_idle_arguments(cfg: Any, choices: Mapping[str, Any], typed: Sequence[str]) -> None:
-    """Remove from `cfg` the arguments of a shipped option's class if another `_target_` does not take them.
-
-    `optimizer._target_=torch.optim.RMSprop` leaves the arguments of AdamW behind. A typed value, and a value
-    of the user's own files, stay to be refused.
-
-    Args:
-        cfg: the composed configuration, with or without Hydra's own part.
-        choices: the option of each group.
-        typed: the overrides.
-    """
-    # Completion checks no values, and what does is slow to import.
-    from hetexp.core.config import COMPONENTS
-    from hetexp.core.instantiate import accepts, fits_default
-
-    keys = {word.lstrip("+~").partition("=")[0] for word in typed}
-    for section in COMPONENTS:
-        node = cfg.get(section)
-        target = node._get_node("_target_") if isinstance(node, DictConfig) else None
-        given = None if target is None or target._is_interpolation() else target._value()
-        file = Path(section, f"{choices.get(section)}.yaml")
-        if not isinstance(given, str) or given in _text(conf_dir() / file).split():
-            continue  # as nearly always, and without parsing
-        shipped = _shipped_option(file)
-        if shipped.get("_target_", given) == given:
-            continue
-        values: Any = OmegaConf.to_container(node, resolve=False)
-        with open_dict(node):
-            for name, value in shipped.items():
-                key = f"{section}.{name}"
-                is_typed = any(word == key or word.startswith((f"{key}.", f"{key}[")) for word in keys)
-                is_shipped = name in values and values[name] == value and not is_typed
-                if is_shipped and not (accepts(given, name) and fits_default(given, name, value)):
-                    del node[name]
-
-
-def _shipped_option(file: Path) -> dict[str, Any]:
-    """Return the keys of a shipped option; none if a file of the user takes its place.
-
-    Args:
-        file: `<group>/<option>.yaml`.
-    """
-    text = _text(conf_dir() / file)
-    if not text or any((folder / file).is_file() for folder in own_conf_dirs(Path.cwd())):
-        return {}
-    plain: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    found: dict[str, Any] = {}
-    for name in plain.pop("defaults", ()):
-        if isinstance(name, str) and name != "_self_":
-            found |= _shipped_option(file.with_name(f"{name}.yaml"))
-    found |= plain
-    return found
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
-@contextlib.contextmanager
-def config_loader(
-    config_dir: str | None = None, config_path: str | None = None, config_name: str = "config"
-) -> Iterator[tuple[ConfigLoader, str]]:
-    """Give Hydra's loader of the application's configuration, and its name, and clear Hydra's state after.
-
-    Args:
-        config_dir: the user's own folder, before the shipped one.
-
-    Raises:
-        hydra.errors.HydraException: a file of the user's is no UTF-8; names it.
-    """
-    from hydra._internal.hydra import Hydra
-    from hydra._internal.utils import create_config_search_path
-    from hydra.core.config_search_path import SearchPathQuery
-    from hydra.core.global_hydra import GlobalHydra
-
-    search_path = create_config_search_path(str(config_path or conf_dir()))
-    if config_dir is not None:
-        folder = Path(config_dir).absolute()
-        search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
-    try:
-        yield Hydra.create_main_hydra2("hetexp", search_path).config_loader, config_name
-    except UnicodeDecodeError as error:
-        folders = [Path(folder) for folder in (config_dir, config_path) if folder is not None]
-        raise HydraException(not_utf8([*folders, *own_conf_dirs(Path.cwd())]) or str(error)) from error
-    finally:
-        GlobalHydra.instance().clear()
 
 
 def _dotted_keys(node: Any, prefix: str = "") -> list[str]:
@@ -371,16 +302,38 @@ def _dotted_keys(node: Any, prefix: str = "") -> list[str]:
     return keys
 
 
-def _walk(node: Any, key: str) -> tuple[str | None, list[str]]:
-    """Return the first part of a key that does not exist, and what exists beside it."""
-    for part in split_key(key):
-        if isinstance(node, ListConfig) and part.isdigit() and int(part) < len(node):
-            node = node._get_node(int(part))
-        elif isinstance(node, DictConfig) and part in node.keys():  # noqa: SIM118 - `in` hides missing values
-            node = node._get_node(part)
-        else:
-            return part, [str(k) for k in node] if isinstance(node, DictConfig) else []
-    return None, []
+def _classes_first(overrides: Sequence[Override]) -> list[Override]:
+    """Return the overrides with those of `_target_` before the arguments of the class."""
+    return sorted(overrides, key=lambda override: not str(override.key_or_group).endswith("._target_"))
+
+
+def _is_shipped(target: str | None) -> bool:
+    """Return whether a class is that of a shipped option; an option of the user may lack its arguments."""
+    return f"{target}".startswith(("hetexp.", "torch.optim.")) and not own_conf_dirs(Path.cwd())
+
+
+def _arguments(target: str, key: str) -> tuple[list[str], bool]:
+    from hetexp.core.instantiate import arguments  # what completion does not need, and slow to import
+
+    return arguments(target, key)
+
+
+def _own_option(group: str, name: str) -> str:
+    """Say how a class of the user's own becomes an option of a group; empty if a group has no class."""
+    from hetexp.core.config import COMPONENTS
+
+    if group not in COMPONENTS or not name.isidentifier():
+        return ""
+    custom = f"{group}=custom " if group in ("model", "data") else ""
+    return (
+        f"For a class of your own write {custom}{group}._target_=PACKAGE.CLASS, or describe it in "
+        f"conf/{group}/{name}.yaml."
+    )
+
+
+def _of_other_trainers(name: str) -> str:
+    key = KEY_OF.get(name.casefold())
+    return f" Did you mean `{key}`{_FORMS.get(key, '')}?" if key is not None else ""
 
 
 def _choices(override: Override) -> list[Any]:

@@ -12,7 +12,8 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from hetexp.core.compose.overrides import Overrides, config_loader, without_hydra
+from hetexp.core.compose.loader import config_loader, without_hydra
+from hetexp.core.compose.overrides import Overrides
 from hetexp.core.errors import ConfigError
 from hetexp.core.sweep.search import dimension, jobs, merged, settings_problems
 
@@ -57,6 +58,7 @@ def compose_jobs(typed: Sequence[str], **where: Any) -> tuple[list[Job], list[st
     """Compose the first jobs of a sweep.
 
     Args:
+        typed: a list gets signs, as by `compose_typed`.
         where: the folders and the name of the configuration, as for `compose_typed`.
 
     Returns:
@@ -65,6 +67,8 @@ def compose_jobs(typed: Sequence[str], **where: Any) -> tuple[list[Job], list[st
     try:
         with config_loader(**where) as (loader, name):
             overrides = Overrides(loader, name, typed, True)
+            if isinstance(typed, list):
+                typed[:] = overrides.words
             if overrides.problems:
                 return [], overrides.problems
             try:
@@ -73,7 +77,7 @@ def compose_jobs(typed: Sequence[str], **where: Any) -> tuple[list[Job], list[st
                 sweeper = OmegaConf.create({"_target_": _BASIC})
             if overrides.problems or sweeper._target_ not in (_BASIC, _SEARCH):
                 return [], overrides.problems
-            return _composed(loader, name, typed, sweeper)
+            return _composed(loader, name, overrides.words, sweeper)
     except HydraException as error:
         return [], [str(error)]
 

@@ -28,6 +28,7 @@ class CudaBackend(CudaNamespaceBackend):
     name: ClassVar[str] = "cuda"
     platform: ClassVar[str] = "CUDA"
     vendor: ClassVar[str] = "nvidia"
+    drivers = ("/proc/driver/nvidia/version", "/dev/dxg")
     wheel: ClassVar[str] = "cuda"
     native_collective: ClassVar[str | None] = "nccl"
     native_aborts: ClassVar[bool] = True

@@ -44,6 +44,7 @@ class HipBackend(CudaNamespaceBackend):
     name: ClassVar[str] = "hip"
     platform: ClassVar[str] = "ROCm"
     vendor: ClassVar[str] = "amd"
+    drivers = ("/sys/module/amdgpu", "/dev/dxg")
     wheel: ClassVar[str] = "rocm"
     native_collective: ClassVar[str | None] = "nccl"
     native_aborts: ClassVar[bool] = True

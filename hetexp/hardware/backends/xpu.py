@@ -74,6 +74,7 @@ class XpuBackend(AcceleratorBackend):
     platform: ClassVar[str] = "XPU"
     torch_type: ClassVar[str] = "xpu"
     vendor: ClassVar[str] = "intel"
+    drivers = (*(f"/sys/module/{name}" for name in DRIVERS), "/dev/dxg")
     wheel: ClassVar[str] = "xpu"
     native_collective: ClassVar[str | None] = "xccl" if sys.platform == "linux" else None
     """torch 2.8 and newer have it built in on Linux (`torch.distributed.is_xccl_available`)."""

@@ -29,6 +29,8 @@ class Inventory:
     """Backend → mistakes in the visibility variables for its cards."""
     problems: list[str] = field(default_factory=list)
     """Problems of `hardware.backends`, whose cards may be missing."""
+    without_driver: list[str] = field(default_factory=list)
+    """Backends of whose cards no driver is loaded."""
     builds: list[TorchBuild] = field(default_factory=list)
     """The torch builds that were asked, this process's own first."""
 
@@ -54,6 +56,9 @@ def detect(
         cards += backend.cards(machine, [card for card in on_bus if card.vendor == backend.vendor])
     inventory = Inventory(numbered(cards), builds=list(builds))
     for name in accelerators():
+        drivers = backend_class(name).drivers if machine.platform == "linux" else ()
+        if drivers and not any(machine.path(driver).exists() for driver in drivers):
+            inventory.without_driver.append(name)
         places = [i for i, card in enumerate(inventory.cards) if card.spec.backend == name]
         marked, problems = backend_class(name).hide([inventory.cards[i] for i in places], machine)
         for place, card in zip(places, marked, strict=True):

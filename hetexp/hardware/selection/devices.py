@@ -11,7 +11,7 @@ from pathlib import Path
 from hetexp.core.config import DeviceEntry, HardwareConfig
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
-from hetexp.hardware.backend import backend_class
+from hetexp.hardware.backend import accelerators, backend_class
 from hetexp.hardware.backends.cpu import CpuBackend, cpu_count
 from hetexp.hardware.catalogue import Catalogue, load_catalogue, named
 from hetexp.hardware.detection.detected import DetectedCard
@@ -237,8 +237,10 @@ def _add_named(
     elif entry.device in cards:
         _add_real(selection, key, [cards[entry.device]], entry, pool)
     else:
-        accepted = ["auto", "cpu", *cards, *(f"emulated:{name}" for name in sorted(catalogue.cards))]
-        selection.problems.append(must_be(f"{key}.device", "one of " + ", ".join(accepted), entry.device))
+        accepted = f"one of {', '.join(['auto', 'cpu', *cards])} or emulated:CARD"
+        fix = pool.why_absent(entry.device) if backend in accelerators() else ""
+        fix = fix or f"CARD is one of {', '.join(sorted(catalogue.cards))}."
+        selection.problems.append(must_be(f"{key}.device", accepted, entry.device, fix))
     if entry.count is not None:
         selection.problems.append(must_be(f"{key}.count", "absent for a single named device", entry.count))
 

@@ -12,6 +12,7 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import must_be
 from hetexp.hardware.backend import backend_class
 from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.hardware.backends.pci_names import WORDS
 from hetexp.hardware.catalogue import Catalogue, Link, named
 from hetexp.hardware.detection.detected import DetectedCard
 from hetexp.hardware.detection.inventory import Inventory
@@ -74,6 +75,14 @@ class CardPool:
             wrong = self._inventory.mask_problems.get(card.spec.backend, [])
             return " ".join([f"hidden by {card.hidden_by}", *(f"({problem})" for problem in wrong)])
         return self._too_hot(card) or self._too_hungry(card) or self._in_use(card, busy_too)
+
+    def why_absent(self, name: str) -> str:
+        """Return a sentence on a device that the machine does not have, named as `cuda:0`."""
+        backend = name.partition(":")[0]
+        present = f"This machine has {described(self.cards)}."
+        if backend not in self._inventory.without_driver:
+            return present
+        return f"No {WORDS[backend_class(backend).vendor]} driver is loaded (see hetexp doctor). {present}"
 
     def spec(self, card: DetectedCard, python: str | None = None) -> DeviceSpec:
         """Return a card's facts for the plan."""
@@ -185,8 +194,7 @@ class CardPool:
                 continue
             card = find_card(name, self.cards)
             if isinstance(card, str):
-                present = f"This machine has {described(self.cards)}."
-                selection.problems.append(must_be(key, card, name, present))
+                selection.problems.append(must_be(key, card, name, self.why_absent(name)))
                 continue
             why = self.why_not(card)
             if why is not None:

@@ -25,7 +25,7 @@ from hetexp.core.instantiate import (
     untrusted,
 )
 
-FACTS = " If the data's `facts` have it, give the argument a default of None."
+FACTS = ", or, if the data's `facts` have it, give the argument a default of None."
 
 
 class Net:
@@ -228,8 +228,8 @@ def test_a_right_node_passes(part: dict[str, Any]) -> None:
         ([], ["`model._target_` must be the dotted path of a class, but is missing."]),
         ({"width": 1}, ["`model._target_` must be the dotted path of a class, but is missing."]),
         ({"_target_": None}, ["`model._target_` must be the dotted path of a class, but is missing."]),
-        (node("Net"), ["`model.width` must be given, but is missing." + FACTS]),
-        (node("Open"), ["`model.width` must be given, but is missing." + FACTS]),
+        (node("Net"), ["`model.width` must be given, but is missing. Add model.width=…" + FACTS]),
+        (node("Open"), ["`model.width` must be given, but is missing. Add model.width=…" + FACTS]),
         (node("Net", width=0), ["`model.width` must be greater than 0, but is 0 instead."]),
         (node("Net", width="3"), ["`model.width` must be an integer, but is '3' instead."]),
         (node("Net", width=True), ["`model.width` must be an integer, but is True instead."]),
@@ -240,7 +240,7 @@ def test_a_right_node_passes(part: dict[str, Any]) -> None:
             [
                 "`model.widht` is not an argument of own_module_of_a_person.Net (its value is 1). "
                 "Did you mean `width`?",
-                "`model.width` must be given, but is missing." + FACTS,
+                "`model.width` must be given, but is missing. Add model.width=…" + FACTS,
             ],
         ),
         (
@@ -258,13 +258,16 @@ def test_a_right_node_passes(part: dict[str, Any]) -> None:
             node("Refusing", inner={"_target_": "no.such.Class"}),
             ["`model.inner._target_` must be an importable class"],
         ),
-        (node("Open", width=1, extra=node("Net")), ["`model.extra.width` must be given, but is missing."]),
+        (
+            node("Open", width=1, extra=node("Net")),
+            ["`model.extra.width` must be given, but is missing. Add model.extra.width=…."],
+        ),
         (
             {"_target_": "torch.nn.Linear", "in_features": 3, "out_feature": 2},
             [
                 "`model.out_feature` is not an argument of torch.nn.Linear (its value is 2). "
                 "Did you mean `out_features`?",
-                "`model.out_features` must be given, but is missing." + FACTS,
+                "`model.out_features` must be given, but is missing. Add model.out_features=…" + FACTS,
             ],
         ),
         (
@@ -520,5 +523,5 @@ def test_what_hetexp_gives_a_class_need_not_be_written(partial: dict[str, bool])
     assert check_component("trainer.schedule", nested) == []
     step = {"_target_": "torch.optim.lr_scheduler.StepLR"}
     assert check_component("trainer.schedule", step) == [
-        "`trainer.schedule.step_size` must be given, but is missing."
+        "`trainer.schedule.step_size` must be given, but is missing. Add trainer.schedule.step_size=…."
     ]

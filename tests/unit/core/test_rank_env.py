@@ -125,3 +125,22 @@ def test_mpi_is_refused_instead_of_a_training_in_each_process(names: tuple[str, 
     seat = find_rank_env(variables | SLURM)
     assert seat is not None
     assert seat.variables == "SLURM_PROCID=1 and SLURM_NTASKS=4"
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "unset WORLD_SIZE LOCAL_RANK"),
+        (SLURM | {"SLURM_JOB_ID": "7"}, "unset SLURM_PROCID SLURM_NTASKS SLURM_LOCALID"),
+    ],
+)
+def test_variables_of_an_earlier_job(left: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        find_rank_env(left)
+    assert "HETEXP_ENGINE=none" in str(caught.value)
+
+
+def test_a_shell_of_slurm_is_no_rank() -> None:
+    """As `salloc` opens one."""
+    assert find_rank_env({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a"}) is None

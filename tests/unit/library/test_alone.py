@@ -367,3 +367,40 @@ def test_backward_finds_the_model_s_outputs_freed(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert alive == [False, False]
+
+
+def test_a_loop_without_batches() -> None:
+    run, optimizer = small()
+    next(run.model.parameters()).sum().backward()
+    with pytest.raises(UsageError, match=r"for inputs, targets in run\.batches\(\)"):
+        optimizer.step()
+
+
+def test_a_loader_in_place_of_its_data() -> None:
+    model, optimizer, data = own_loop.make("rows")
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=4)
+    with pytest.raises(ConfigError, match=r"Give its data set \(loader\.dataset\)"):
+        hetexp.setup(model, optimizer, loader, global_batch_size=4)
+
+
+def test_keys_of_a_dict_in_place_of_its_values() -> None:
+    model, optimizer, data = own_loop.make("rows")
+    rows = [{"inputs": inputs, "targets": targets} for inputs, targets in (data[n] for n in range(64))]
+    run = hetexp.setup(model, optimizer, rows, global_batch_size=32)  # type: ignore[arg-type]
+    for inputs, _ in run.batches():
+        with pytest.raises(UsageError, match="the batch is a dict with inputs, targets"):
+            run.model(inputs)
+        break
+
+
+@pytest.mark.parametrize(("mask", "lengths"), [(None, (2, 3)), ("mask", (2, 3)), (None, (3, 3))])
+def test_padding_without_a_mask(
+    recwarn: pytest.WarningsRecorder, mask: str | None, lengths: tuple[int, int]
+) -> None:
+    model, optimizer, _ = own_loop.make("rows")
+    rows: Any = [{"tokens": torch.ones(length)} for length in lengths]
+    collate = {"_target_": "pad", "mask": mask}
+    run = hetexp.setup(model, optimizer, rows, global_batch_size=2, collate=collate)
+    assert next(run.batches())["tokens"].shape == (2, 3)
+    said = [warning for warning in recwarn if "makes no mask" in str(warning.message)]
+    assert len(said) == (mask is None and lengths == (2, 3))

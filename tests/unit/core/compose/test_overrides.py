@@ -324,3 +324,65 @@ def test_a_typed_argument_that_the_class_does_not_take_is_refused(tmp_path: Path
         assert "`optimizer.amsgrad` is not an argument" in problem
     finally:
         name_own_conf_dir(None)
+
+
+LINEAR = "model._target_=torch.nn.Linear"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=custom", LINEAR, "model.in_features=3", "model.bias=false"],
+        ["model.in_features=3", "model.bias=false", "model=custom", LINEAR],
+        ["model=custom", LINEAR, "+model.in_features=3", "++model.bias=false"],
+    ],
+)
+def test_an_argument_of_a_class_needs_no_sign(typed: Type, words: list[str]) -> None:
+    overrides = typed(*words)
+    assert overrides.problems == []
+    assert value(overrides, "model.in_features") == 3
+    assert value(overrides, "model.bias") is False
+    assert [word.lstrip("+") for word in overrides.words] == [word.lstrip("+") for word in words]
+    assert all(word.startswith("+") for word in overrides.words if "in_features" in word or "bias" in word)
+
+
+def test_a_swept_argument_needs_no_sign(typed: Type) -> None:
+    overrides = typed("model=custom", LINEAR, "model.in_features=3,4", sweep=True)
+    assert overrides.problems == []
+    assert overrides.words[-1] == "++model.in_features=3,4"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer._target_=torch.optim.RMSprop", "optimizer.centerd=true"], "Did you mean `centered`?"),
+        (["model=custom", LINEAR, "model.zzz=1"], "It takes in_features, out_features, bias, device, dtype."),
+        (["model=custom", "model.hidden=3"], "`model.hidden` is not a key"),
+    ],
+)
+def test_an_argument_that_a_class_lacks(typed: Type, words: list[str], said: str) -> None:
+    (problem,) = typed(*words).problems
+    assert said in problem
+
+
+def test_options_of_ones_own_with_a_byte_order_mark(tmp_path: Path) -> None:
+    GlobalHydra.instance().clear()
+    files = {
+        "model/mine.yaml": "_target_: torch.nn.Linear\nin_features: 64\n",
+        "optimizer/lion.yaml": "_target_: torch.optim.Rprop\n_partial_: true\nlr: 0.1\n",
+        "experiment/short.yaml": "# @package _global_\ntrainer:\n  max_steps: 3\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    words = ["model=mine", "model.out_features=10", "optimizer=lion", "experiment=short"]
+    name_own_conf_dir(tmp_path)
+    try:
+        composed, problems = compose_typed(words, config_dir=str(tmp_path))
+    finally:
+        name_own_conf_dir(None)
+    assert problems == []
+    assert composed is not None
+    assert dict(composed.model) == {"_target_": "torch.nn.Linear", "in_features": 64, "out_features": 10}
+    assert composed.optimizer._target_ == "torch.optim.Rprop"
+    assert composed.trainer.max_steps == 3

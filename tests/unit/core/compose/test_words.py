@@ -80,10 +80,28 @@ FLAGS = ("--multirun", "-m", "--cfg", "--config-dir", "--config-name", "--run", 
         ("--confgi-dir=mine", "--confgi-dir=mine"),
         ("--multirun", "--multirun"),
         ("--steps=3", "--steps=3"),
-        ("--seed", "--seed"),
+        ("--seed", "seed"),
+        ("--sead", "--sead"),
+        ("--batch-size=32", "batch_size=32"),
         ("-m", "-m"),
         ("trainer.seed=1", "trainer.seed=1"),
     ],
 )
 def test_hyphens_of_a_sweeps_agent(typed: str, read: str) -> None:
     assert without_hyphens([typed, "a=1"], FLAGS) == [read, "a=1"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        (["--hardware", "nvidia_arc", "a=1"], ["hardware=nvidia_arc", "a=1"]),
+        (["--trainer.seed", "3"], ["trainer.seed=3"]),
+        (["--batch-size", "32"], ["batch_size=32"]),
+        (["--config-dir", "mine", "a=1"], ["--config-dir", "mine", "a=1"]),
+        (["--steps", "3"], ["--steps", "3"]),
+        (["--hardware", "a=1"], ["--hardware", "a=1"]),  # and argparse does not know it
+        (["--hardware", "--run"], ["--hardware", "--run"]),
+    ],
+)
+def test_a_value_after_a_key_with_hyphens(typed: list[str], read: list[str]) -> None:
+    assert without_hyphens(typed, FLAGS) == read
