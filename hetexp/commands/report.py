@@ -39,8 +39,8 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="folder of report.html, report.md and the tables; by default FOLDER if it is a single one, else "
-        "report",
+        help="folder of report.html and its other files; by default FOLDER if it is a single one, "
+        "else report",
     )
     parser.add_argument("--title", help="of the report; by default the folders' names")
     parser.add_argument("--open", action="store_true", help="show the page in the browser")
