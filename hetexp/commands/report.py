@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     if problem:
         reason = problem[:1].upper() + problem[1:]
         raise ConfigError(must_be("--output", "a folder that can be written", str(folder), reason))
-    from hetexp.report.write import TABLES, TEXT, write_files
+    from hetexp.report.write import IMAGE, TABLES, TEXT, write_files
 
     comparison = compare(runs, title)
     page = write_files(comparison, folder)
@@ -85,7 +85,8 @@ def _run(options: argparse.Namespace) -> int:
         print(problem, file=sys.stderr)
     print(comparison.answer)
     print(f"Report: {page}")
-    print(f"Beside it: {', '.join((TEXT, *TABLES))}")
+    written = [name for name in (IMAGE, TEXT, *TABLES) if (folder / name).exists()]
+    print(f"Beside it: {', '.join(written)}")
     if options.open:
         import webbrowser
 
