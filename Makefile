@@ -39,8 +39,11 @@ layers: $(INSTALLED) ## imports go down only
 shape: $(INSTALLED) ## the package's shape gets no worse: circles, long files, the way to a step
 	$(BIN)/python scripts/shape.py --check
 
-docs: $(INSTALLED) ## the documentation as a site, in site/; a link that leads nowhere is an error
+$(VENV)/.docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## the documentation as a site, in site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo 'Open $(CURDIR)/site/index.html, or run: $(BIN)/mkdocs serve'
 
