@@ -72,6 +72,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert "'import " in run.screen
 
 
+@pytest.mark.timeout(300)
 def test_the_notebook_compares_one_device_with_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer steps and a smaller time scale: whether its runs are valid is not tested."""
     nbformat = pytest.importorskip("nbformat", reason="the extra `notebook` is not installed")
@@ -86,7 +87,7 @@ def test_the_notebook_compares_one_device_with_two(tmp_path: Path, monkeypatch: 
         settings.source = settings.source.replace(value, smaller)
     folder = tmp_path / "examples"
     folder.mkdir()
-    kernel = nbclient.NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(folder)}})
+    kernel = nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(folder)}})
     kernel.execute()
     shown = [out.get("data", {}) for cell in notebook.cells for out in cell.get("outputs", ())]
     (table,) = (data["text/markdown"] for data in shown if "text/markdown" in data)

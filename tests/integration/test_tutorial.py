@@ -55,7 +55,7 @@ def run(command: list[str], folder: Path) -> str:
     return ended.stdout
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_tutorial(tmp_path: Path) -> None:
     """Whether its emulated runs are valid depends on the machine's load and is not tested."""
     screens = [run(as_run_here(words), tmp_path) for words in commands()]
