@@ -7,7 +7,7 @@ JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers shape check zoo browser second-venv clean
+.PHONY: help setup demo test lint types layers shape docs check zoo browser second-venv clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +39,15 @@ layers: $(INSTALLED) ## imports go down only
 shape: $(INSTALLED) ## the package's shape gets no worse: circles, long files, the way to a step
 	$(BIN)/python scripts/shape.py --check
 
-zoo: $(INSTALLED) ## models that nobody here wrote, trained on unequal shares and compared with plain torch: docs/zoo.md
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## the documentation as a site, in site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'Open $(CURDIR)/site/index.html, or run: $(BIN)/mkdocs serve'
+
+zoo: $(INSTALLED) ## models of other libraries, trained on unequal shares and compared with plain torch: docs/reference/zoo.md
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[zoo]'
 	$(BIN)/python scripts/zoo.py
 
@@ -50,7 +58,7 @@ second-venv: $(INSTALLED) ## a second interpreter with another torch, for the te
 	$(BIN)/python tests/integration/make_second_venv.py .venv-second
 	@echo 'Now: HETEXP_SECOND_PYTHON=$(CURDIR)/.venv-second/bin/python make test'
 
-check: test lint types layers shape ## what CI runs
+check: test lint types layers shape docs ## what CI runs
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""Write docs/certificates.md: `hetexp verify` for every strategy that claims exactness, on real runs.
+"""Write docs/reference/certificates.md: `hetexp verify` for every strategy that claims exactness.
 
     python benchmarks/certify.py [--steps 20] [--only pipeline] [--device cuda:0 --device cpu]
 
@@ -33,7 +33,7 @@ from hetexp.core.compose.options import group_options
 from hetexp.model.gpt import GPT
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "certificates.md"
+PAGE = ROOT / "docs/reference/certificates.md"
 SYNTHETIC = ("data=synthetic", "data.num_samples=240", "data.num_test_samples=16")
 TOKENS = (*SYNTHETIC, "data.kind=tokens", "data.mask_fraction=0.6")
 SIZES = ("model.num_layers=4", "model.num_heads=2", "model.embedding_size=16")
@@ -152,7 +152,7 @@ def page(rows: list[str], steps: int, devices: Sequence[str]) -> str:
         [
             "# Certificates",
             "",
-            "Made by `benchmarks/certify.py`: what [`hetexp verify`](guide/verify.md) found for every "
+            "Made by `benchmarks/certify.py`: what [`hetexp verify`](../how-to/verify.md) found for every "
             "strategy that claims to take the very steps of one device.",
             f"{datetime.now():%Y-%m-%d}, {machine}; torch {torch.__version__}, Python "
             f"{platform.python_version()}.",

@@ -1,3 +1,4 @@
+from hetexp.balancing.base import BalancingPolicy
 from hetexp.hardware.backend import Backend as Backend
 from hetexp.library.run import Run as Run
 from hetexp.library.setup import setup as setup
@@ -9,4 +10,5 @@ from hetexp.strategy.synchronous import Synchronous as Synchronous
 from hetexp.training.loss import Loss as Loss
 from hetexp.training.recovery.rank_commands import on_request as on_request
 
+Policy = BalancingPolicy
 __version__: str

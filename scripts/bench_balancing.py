@@ -1,7 +1,7 @@
 """How near balancing comes to what a mix of cards allows, beside plain DDP and Accelerate. Emulated cards.
 
     python scripts/bench_balancing.py [--tables mixes,rivals,…] [--mixes 3:1,10:4:1] [--json results.json]
-        [--write docs/benchmarks.md]
+        [--write docs/reference/benchmarks.md]
 
 Each table is a part of its own: results are added to the JSON file as they come, and a later call with other
 tables goes on with them. Accelerate is the extra `bench` of the package.

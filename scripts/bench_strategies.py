@@ -1,7 +1,7 @@
 """Every strategy with every policy that makes a difference to it, side by side on emulated cards.
 
     python scripts/bench_strategies.py [--mixes "3:1,4 cards"] [--strategies ddp,pipeline]
-        [--json results.json] [--write docs/benchmarks.md]
+        [--json results.json] [--write docs/reference/benchmarks.md]
 
 All train the same model on the same samples of the same steps. Results are added to the JSON file as they
 come; a later call with other mixes or strategies goes on with them.

@@ -6,7 +6,7 @@ The docstring below a field describes the key of a typed section (`hetexp/core/c
 `_target_` class describe its arguments. From these come:
 
 - the comment behind each key in `conf/*.yaml`: the first sentence;
-- the tables between `<!-- keys … -->` and `<!-- /keys -->` in `docs/guide`: all sentences;
+- the tables between `<!-- keys … -->` and `<!-- /keys -->` in `docs`: all sentences;
 - `hetexp/web/allowed.json`, the settings of the dashboard's form: first sentence, type, limits and choices.
 
 A class of another package (`torch.optim`) has no such text; its YAML comments are written by hand.
@@ -34,7 +34,7 @@ from hetexp.core.instantiate import locate
 from hetexp.core.sweep.search import SearchConfig
 
 ROOT = Path(__file__).parents[1]
-CONF, GUIDE, ALLOWED = ROOT / "conf", ROOT / "docs/guide", ROOT / "hetexp/web/allowed.json"
+CONF, DOCS, ALLOWED = ROOT / "conf", ROOT / "docs", ROOT / "hetexp/web/allowed.json"
 SECTION_FILES = (
     "data/custom",
     "trainer/default",
@@ -388,7 +388,7 @@ def outputs() -> dict[Path, str]:
     """Return the text of every file that this script writes."""
     found, _ = conf_files()
     values = written_values(found)
-    for page in sorted(GUIDE.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         found[page] = tables(page.read_text(encoding="utf-8"), values)
     rows = ",\n".join(json.dumps(row) for row in allowed())
     return found | {ALLOWED: f"[\n{rows}\n]\n"}

@@ -1,4 +1,4 @@
-"""Write docs/guide/cards.md from the catalogue of cards.
+"""Write docs/reference/cards.md from the catalogue of cards.
 
 python scripts/make_cards_table.py
 """
@@ -11,7 +11,7 @@ from benchlib.tables import table
 
 from hetexp.hardware.catalogue import EFFICIENCY, OVERHEAD_SECONDS, PRECISIONS, Card, shipped
 
-PAGE = Path(__file__).parents[1] / "docs/guide/cards.md"
+PAGE = Path(__file__).parents[1] / "docs/reference/cards.md"
 VENDORS = {"nvidia": "NVIDIA", "intel": "Intel", "amd": "AMD", "apple": "Apple", "cpu": "CPU"}
 
 
@@ -47,7 +47,8 @@ def page() -> str:
         "–: not native, or the maker states none.",
         f"Emulation assumes that training reaches {EFFICIENCY:g} of the peak and that a pass has a fixed "
         f"cost of {OVERHEAD_SECONDS * 1e6:g} µs;",
-        "neither is a measurement. Cards of your own: [mixed cards](mixed-cards.md#cards-of-your-own).",
+        "neither is a measurement. Cards of your own: "
+        "[mixed cards](../how-to/mixed-cards.md#cards-of-your-own).",
     ]
     for vendor, title in VENDORS.items():
         rows = [card_row(card) for card in cards if card.vendor == vendor]

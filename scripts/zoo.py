@@ -1,4 +1,4 @@
-"""Trains each model of examples/zoo by all ways, compares them with plain torch, and writes docs/zoo.md.
+"""Train each model of examples/zoo by all ways, compare it with plain torch, write docs/reference/zoo.md.
 
     pip install 'hetexp[zoo]'
     python scripts/zoo.py                        all models, and the table
@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = ROOT / "examples" / "zoo"
-PAGE = ROOT / "docs" / "zoo.md"
+PAGE = ROOT / "docs/reference/zoo.md"
 BEGIN, END = "<!-- table of scripts/zoo.py -->", "<!-- /table -->"
 EXACT = 1e-12
 FLOAT32 = 2.0**-22
@@ -249,7 +249,7 @@ def table(rows: Sequence[tuple[Model, Mapping[str, Any]]]) -> str:
     for model, row in rows:
         added = [str(lines_added(model.name, way)) for way in ("hetexp", "accelerate")]
         figures = [cell(row.get(key)) for key in (ROUNDING, *runs)]
-        link = f"[{model.what}](../examples/zoo/{model.name}.py)"
+        link = f"{model.what} (`{model.name}.py`)"
         lines.append(" | ".join([link, *figures, *added, yaml_lines(model.name)]))
         failed = [(key, row[key]) for key in runs if isinstance(row.get(key), str)]
         notes += [f"- {model.title}, {key}: {text.splitlines()[-1]}" for key, text in failed]

@@ -53,6 +53,7 @@ LONG = (
     "integration/test_environments.py",
     "integration/test_launchers.py",
     "integration/test_lora.py",
+    "integration/test_tutorial.py",
     "integration/test_signals.py",
     "integration/test_out_of_memory.py",
     "integration/test_exact.py",

@@ -21,7 +21,7 @@ _CONTROL = """\
 names
   checkpoint    save a checkpoint at the end of the step
   stop          save a checkpoint, and end the run
-  NAME          whatever the run's own code has registered a handler for (docs/guide/faults.md)"""
+  NAME          whatever the run's own code has registered a handler for (docs/how-to/faults.md)"""
 
 
 def main_add(arguments: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ POLICIES = ("auto", "adaptive", "tflops", "vram", "manual", "equal")
 RUN_DIR = "hydra.run.dir="
 
 _EPILOG = """\
-The script calls hetexp.setup (docs/guide/library.md). It decides model, data, optimizer and batch; what is
+The script calls hetexp.setup (docs/how-to/library.md). It decides model, data, optimizer and batch; what is
 given here decides the devices and how they share the work. `python script.py` runs it on one device.
 
 examples

@@ -39,8 +39,8 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="folder of report.html, report.md and the tables; by default FOLDER if it is a single one, else "
-        "report",
+        help="folder of report.html and its other files; by default FOLDER if it is a single one, "
+        "else report",
     )
     parser.add_argument("--title", help="of the report; by default the folders' names")
     parser.add_argument("--open", action="store_true", help="show the page in the browser")
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     if problem:
         reason = problem[:1].upper() + problem[1:]
         raise ConfigError(must_be("--output", "a folder that can be written", str(folder), reason))
-    from hetexp.report.write import TABLES, TEXT, write_files
+    from hetexp.report.write import IMAGE, TABLES, TEXT, write_files
 
     comparison = compare(runs, title)
     page = write_files(comparison, folder)
@@ -85,7 +85,8 @@ def _run(options: argparse.Namespace) -> int:
         print(problem, file=sys.stderr)
     print(comparison.answer)
     print(f"Report: {page}")
-    print(f"Beside it: {', '.join((TEXT, *TABLES))}")
+    written = [name for name in (IMAGE, TEXT, *TABLES) if (folder / name).exists()]
+    print(f"Beside it: {', '.join(written)}")
     if options.open:
         import webbrowser
 

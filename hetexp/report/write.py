@@ -1,4 +1,4 @@
-"""The files of a report: page, text and CSV tables."""
+"""The files of a report: page, text, image and CSV tables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from hetexp.core.files import write_text
 from hetexp.report.comparison import compare
 from hetexp.report.markdown import render as as_markdown
 from hetexp.report.page.html import render as as_page
+from hetexp.report.page.image import render as as_image
 from hetexp.report.results import Comparison
 from hetexp.report.runs import read_runs
 from hetexp.report.tables import curves_csv, runs_csv, variants_csv
 
-PAGE, TEXT = "report.html", "report.md"
+PAGE, TEXT, IMAGE = "report.html", "report.md", "report.svg"
 TABLES = {"runs.csv": runs_csv, "variants.csv": variants_csv, "curves.csv": curves_csv}
 
 
@@ -26,7 +27,7 @@ def write_report(paths: Sequence[Path], folder: Path, title: str) -> Path:
         title: title of the report.
 
     Returns:
-        The path of `report.html`; `report.md` and the CSV files lie beside it.
+        The path of `report.html`; `report.md`, `report.svg` and the CSV files lie beside it.
 
     Raises:
         ConfigError: a path is no folder, or no folder has a run.
@@ -39,6 +40,9 @@ def write_files(comparison: Comparison, folder: Path) -> Path:
     """Write the files of a comparison; return the path of `report.html`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {TEXT: as_markdown(comparison), PAGE: as_page(comparison)}
+    image = as_image(comparison)
+    if image is not None:
+        files[IMAGE] = image
     for name, text in (files | {name: table(comparison) for name, table in TABLES.items()}).items():
         write_text(folder / name, text)
     return folder / PAGE

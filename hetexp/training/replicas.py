@@ -103,7 +103,7 @@ def warn_of_own_buffers(state: TrainState) -> None:
     log.warning(
         "The model changes %s%s in training by each rank's own samples or number of passes: rank 0's values "
         "are kept, and other devices or shares give others. hetexp.model.hooks.ModelHooks computes values "
-        "from all ranks' samples (docs/guide/your-own.md).",
+        "from all ranks' samples (docs/how-to/your-own.md).",
         named,
         more,
     )

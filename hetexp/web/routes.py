@@ -1,4 +1,4 @@
-"""The addresses of the API. `docs/guide/dashboard.md` shows them with examples."""
+"""The addresses of the API. `docs/how-to/dashboard.md` shows them with examples."""
 
 from __future__ import annotations
 

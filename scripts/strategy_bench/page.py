@@ -1,4 +1,4 @@
-"""Turns what was measured into the Markdown of `docs/benchmarks.md`."""
+"""Turns what was measured into the Markdown of `docs/reference/benchmarks.md`."""
 
 from __future__ import annotations
 

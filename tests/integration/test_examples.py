@@ -70,3 +70,28 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert run.summary["steps"] == 20
     assert told[-1] < 4.5  # of 256 bytes, knowing nothing: 5.55
     assert "'import " in run.screen
+
+
+@pytest.mark.timeout(300)
+def test_the_notebook_compares_one_device_with_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer steps and a smaller time scale: whether its runs are valid is not tested."""
+    nbformat = pytest.importorskip("nbformat", reason="the extra `notebook` is not installed")
+    nbclient = pytest.importorskip("nbclient", reason="the extra `notebook` is not installed")
+    pytest.importorskip("ipykernel", reason="the extra `notebook` is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(ROOT / "examples" / "two_devices.ipynb", as_version=4)
+    settings, *_ = (cell for cell in notebook.cells if cell.cell_type == "code")
+    for value, smaller in (("STEPS = 30", "STEPS = 6"), ("TIME_SCALE = 72", "TIME_SCALE = 4")):
+        assert value in settings.source
+        settings.source = settings.source.replace(value, smaller)
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    kernel = nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(folder)}})
+    kernel.execute()
+    shown = [out.get("data", {}) for cell in notebook.cells for out in cell.get("outputs", ())]
+    (table,) = (data["text/markdown"] for data in shown if "text/markdown" in data)
+    assert {line.split("|")[1].strip() for line in table.splitlines()[2:]} == {"ddp", "single"}
+    (image,) = (data["image/svg+xml"] for data in shown if "image/svg+xml" in data)
+    assert "emulated" in image
+    assert (tmp_path / "outputs" / "sweeps" / "notebook" / "report.html").exists()

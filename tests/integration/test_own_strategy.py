@@ -1,4 +1,4 @@
-"""The examples of docs/guide/own-strategy.md, word for word: a folder of them outside the package.
+"""The examples of docs/how-to/own-strategy.md, word for word: a folder of them outside the package.
 
 No command starts in that folder.
 """
@@ -23,7 +23,7 @@ from hetexp.app import conf_dir
 from hetexp.core.split import apportion
 from hetexp.data.sampler import GlobalSampler, Position
 
-GUIDE = conf_dir().parent / "docs" / "guide" / "own-strategy.md"
+GUIDE = conf_dir().parent / "docs" / "how-to" / "own-strategy.md"
 BLOCK = re.compile(r"^```(?:python|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^# (\S+\.(?:py|yaml))\n", re.MULTILINE)
 PROJECT = {

@@ -180,7 +180,7 @@ def test_a_table_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 
 
 def test_the_page_has_a_place_for_every_table() -> None:
-    text = Path(page.__file__).parents[2].joinpath("docs/benchmarks.md").read_text(encoding="utf-8")
+    text = Path(page.__file__).parents[2].joinpath("docs/reference/benchmarks.md").read_text(encoding="utf-8")
     for name in page.TABLES:
         assert text.count(tables.BEGIN.format(name=name)) == text.count(tables.END.format(name=name)) == 1
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from describe_keys import (
     CONF,
+    DOCS,
     FORM,
-    GUIDE,
     SECTION_FILES,
     choices,
     conf_files,
@@ -58,7 +58,7 @@ def test_conf_has_no_key_that_the_schema_lacks(name: str) -> None:
 
 
 def test_the_page_of_every_key_has_them_all() -> None:
-    text = (GUIDE / "keys.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference/keys.md").read_text(encoding="utf-8")
     marked = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
     for name in schema():
         if name not in COMPONENTS and not any(other.startswith(f"{name}.") for other in schema()):
@@ -71,18 +71,18 @@ def test_the_page_of_every_key_has_them_all() -> None:
 @pytest.mark.parametrize(
     ("page", "head", "key"),
     [
-        ("precision.md", "| value | what it means |", "trainer.precision"),
-        ("precision.md", "| value | what happens |", "trainer.non_finite"),
-        ("mixed-cards.md", "| value | what happens |", "hardware.missing"),
-        ("emulation.md", "| `kind` |", "fault.events[].kind"),
-        ("exchange.md", "| `comm=` |", "comm.backend"),
-        ("exchange.md", "| `comm.wire=` |", "comm.wire"),
-        ("pipeline.md", "| schedule |", "strategy=pipeline schedule"),
-        ("sae.md", "| `model.activation` |", "model=sae activation"),
+        ("how-to/precision.md", "| value | what it means |", "trainer.precision"),
+        ("how-to/precision.md", "| value | what happens |", "trainer.non_finite"),
+        ("how-to/mixed-cards.md", "| value | what happens |", "hardware.missing"),
+        ("explanation/emulation.md", "| `kind` |", "fault.events[].kind"),
+        ("explanation/exchange.md", "| `comm=` |", "comm.backend"),
+        ("explanation/exchange.md", "| `comm.wire=` |", "comm.wire"),
+        ("how-to/pipeline.md", "| schedule |", "strategy=pipeline schedule"),
+        ("how-to/sae.md", "| `model.activation` |", "model=sae activation"),
     ],
 )
 def test_tables_of_choices_are_complete(page: str, head: str, key: str) -> None:
-    text = (GUIDE / page).read_text(encoding="utf-8")
+    text = (DOCS / page).read_text(encoding="utf-8")
     rows = text.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
     listed = [name for row in rows for name in re.findall(r"`([\w.]+)`", row.split("|")[1])]
     option, _, argument = key.partition(" ")
@@ -90,15 +90,15 @@ def test_tables_of_choices_are_complete(page: str, head: str, key: str) -> None:
     assert sorted(listed) == sorted(choices(described.annotation))
 
 
-def test_the_first_page_names_every_precision() -> None:
-    text = (GUIDE / "first-run.md").read_text(encoding="utf-8")
+def test_the_page_of_every_key_names_every_precision() -> None:
+    text = (DOCS / "reference/keys.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| `trainer\.precision` \|.*", text, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", row)) == set(choices(schema()["trainer.precision"].annotation))
 
 
 def test_every_option_of_a_group_is_in_its_table() -> None:
     for page, group in (("balancing", "balancing"), ("strategies", "strategy"), ("tracking", "logger")):
-        text = (GUIDE / f"{page}.md").read_text(encoding="utf-8")
+        text = (DOCS / f"how-to/{page}.md").read_text(encoding="utf-8")
         table = text.partition(f"| `{group}=` |")[2].partition("\n\n")[0]
         assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(options(group))
 

@@ -2,7 +2,7 @@
 
 A wheel would have to be built for every system and would still not be tuned to the machine; most machines
 have a compiler. Without one, or with `HETEXP_NATIVE=0`, the Python implementation does the same, only slower
-(figures of both in docs/benchmarks.md).
+(figures of both in docs/reference/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 EXACT = 1e-12
-"""Largest relative difference in float64, of loss, parameters and gradient norm (docs/architecture.md)."""
+"""Largest relative difference in float64, of loss, parameters and gradient norm (docs/explanation)."""
 FLOAT32_FACTOR = 2.0
 """Allowed in float32, × the largest difference between single-device runs of other microbatch sizes."""
 

@@ -29,8 +29,8 @@ class FaultEvent(Section):
     """One fault to inject into one device."""
 
     kind: Kind
-    """What happens to the device's process. The table of [faults](emulation.md#faults) describes each
-    kind."""
+    """What happens to the device's process. The table of [faults](../explanation/emulation.md#faults)
+    describes each kind."""
     device: str
     """Id of the device in the plan: `emulated:0`, `cuda:1`."""
     at_step: NonNegativeInt | None = None

@@ -21,7 +21,7 @@ from hetexp.hardware.selection.pool import CardPool, Selection, add_cpus, check_
 
 CARD_THREADS = 4
 """Most CPU threads of a card's rank by default, which prepares batches on them. Ranks with more threads than
-cores wait for each other: ResNet-50 on two ranks was 8 times slower so (docs/benchmarks.md)."""
+cores wait for each other: ResNet-50 on two ranks was 8 times slower so (docs/reference/benchmarks.md)."""
 
 _NAME = re.compile(r"(?P<backend>[a-z]+)(?::(?P<which>\w+))?")
 

@@ -41,7 +41,8 @@ class Section:
 
 
 @cache
-def _templates() -> Environment:
+def templates() -> Environment:
+    """Return the environment of the templates of `hetexp/report/templates`."""
     environment = Environment(
         loader=PackageLoader("hetexp.report"),
         autoescape=True,
@@ -73,7 +74,7 @@ def render(comparison: Comparison) -> str:
     sections = _sections(comparison, shown)
     columns = table.columns(comparison.variants)
     return (
-        _templates()
+        templates()
         .get_template("report.html.j2")
         .render(
             comparison=comparison,

@@ -70,7 +70,7 @@ def _coupling(model: nn.Module, loss: Loss, batches: list[tuple[Any, Any]]) -> s
         f"{what}. For {SAMPLES} samples `trainer.loss` adds up to {whole:.6g}, for the same in parts of "
         f"{CUT} and {SAMPLES - CUT} to {parts[0]:.6g} + {parts[1]:.6g}. A device sees its part only. "
         "Let `total` return a sum and `count` the number of its elements. For a contrastive loss use "
-        "`run.gather` in a loop of your own (docs/guide/library.md)."
+        "`run.gather` in a loop of your own (docs/how-to/library.md)."
     )
 
 

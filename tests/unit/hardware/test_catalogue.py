@@ -443,7 +443,7 @@ def test_the_table_of_cards_is_up_to_date() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     text = script.page()
-    assert (ROOT / "docs/guide/cards.md").read_text(encoding="utf-8") == text, (
+    assert (ROOT / "docs/reference/cards.md").read_text(encoding="utf-8") == text, (
         "run: python scripts/make_cards_table.py"
     )
     for name in NAMES:
@@ -451,7 +451,7 @@ def test_the_table_of_cards_is_up_to_date() -> None:
 
 
 def test_the_guides_own_card_is_right(tmp_path: Path) -> None:
-    guide = (ROOT / "docs/guide/mixed-cards.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs/how-to/mixed-cards.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(# my_cards\.yaml\n.*?)```", guide, flags=re.DOTALL)
     known = load_catalogue(written(tmp_path, example))
     assert known.card("rtx_3060").host_link == known.links["riser"]

@@ -7,6 +7,7 @@ import io
 import math
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from run_folders import BATCH, FAST, SLOW, STEPS, write_run
@@ -19,7 +20,7 @@ from hetexp.report.tables import curves_csv, runs_csv, variants_csv
 from hetexp.report.words import number, seconds
 from hetexp.report.write import write_report
 
-FILES = {"report.html", "report.md", "runs.csv", "variants.csv", "curves.csv"}
+FILES = {"report.html", "report.svg", "report.md", "runs.csv", "variants.csv", "curves.csv"}
 
 
 @pytest.fixture
@@ -59,6 +60,23 @@ def test_the_text_answers_first_and_marks_what_must_be_marked(sweep: Path) -> No
     told = text.partition("## Where the rest went")[2]
     assert "| ddp, auto | 0.838 | 0.0 % | 16.2 % |" in told
     assert "](" not in text  # no links: it is read anywhere
+
+
+def test_the_image_has_each_variant_and_needs_no_other_file(sweep: Path, tmp_path: Path) -> None:
+    write_report([sweep], tmp_path, "Title")
+    text = (tmp_path / "report.svg").read_text()
+    words = [element.text for element in ElementTree.fromstring(text).iter() if element.text]
+    assert {"ddp, auto", "ddp, equal", "single, auto"} <= set(words)
+    assert "Samples a second of each variant, emulated" in words
+    assert any(word.startswith("Emulated devices: no measurement of hardware.") for word in words)
+    assert any(word.startswith("100.5 ") for word in words)
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_without_a_completed_run_there_is_no_image(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "0", status="failed", error="RuntimeError: boom")
+    write_report([run], tmp_path / "report", "Title")
+    assert {path.name for path in (tmp_path / "report").iterdir()} == FILES - {"report.svg"}
 
 
 def test_tables_have_every_run_and_units(sweep: Path) -> None:
