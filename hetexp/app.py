@@ -341,6 +341,7 @@ def _host_info(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
 def _run(cfg: DictConfig, request: Request, console: Console, ranks: RankSource) -> dict[str, Any]:
     """Check, plan and launch one run with the ranks of a source."""
     from hetexp.core.files import ending_when_full
+    from hetexp.launch.processes.process import import_ahead
     from hetexp.launch.reserve import reserved
     from hetexp.launch.resume import find, going_on, held
     from hetexp.launch.terminal.lines import print_line
@@ -353,6 +354,8 @@ def _run(cfg: DictConfig, request: Request, console: Console, ranks: RankSource)
             except HetexpError as error:
                 checked.problems.extend(error.problems if isinstance(error, ConfigError) else [str(error)])
         spec = checked.accepted()
+        if _typed_here:
+            import_ahead(spec.config, [device.backend for device in spec.selection.devices])
         assert found is not None
         for sentence in found.sentences:
             print_line(console, sentence)
@@ -447,6 +450,7 @@ def check(
     from hetexp.core.compose.plain import plain, typed_for_torch
     from hetexp.core.config import COMPONENTS, check_config
     from hetexp.core.instantiate import check_component
+    from hetexp.launch.processes.process import import_ahead
     from hetexp.plan.run_spec import CheckedRun
 
     raw, missing, unresolved = plain(cfg)
@@ -458,6 +462,8 @@ def check(
     if reported and not typed_for_torch(request.overrides, reported):
         wrong += early
     else:
+        if _typed_here and not reported and config is not None:
+            import_ahead(config)
         components = {key: check_component(key, raw[key]) for key in sections}
         spec = _check_imported(raw, config, components, request, leases, ranks, wrong)
     # A missing key was reported already, and its null is of the wrong type as well.

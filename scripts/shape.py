@@ -58,6 +58,7 @@ PROBE = "HETEXP_SHAPE_PROBE"
 PROBED_STEP = 3
 RUN = [
     *("strategy=ddp", "balancing=equal", "hardware.devices=[cpu,cpu]", "hardware.threads_per_rank=1"),
+    "launch.start_method=subprocess",  # of which the stack has the worker alone
     *("optimizer=sgd", "optimizer._target_=shape.probing_sgd", "model=mlp", "data=synthetic"),
     *("trainer.global_batch_size=8", "trainer.max_steps=4", "trainer.max_epochs=null"),
     *("trainer.log_every=100", "fault.survive=false", "logger=none", "monitor=none", "diagram=false"),
