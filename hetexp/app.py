@@ -16,6 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetexp.core import start_up
 from hetexp.core.compose.conf_folders import conf_dir as conf_dir
 from hetexp.core.compose.conf_folders import name_own_conf_dir
 from hetexp.core.compose.words import asks_for_help, without_hyphens, written_out
@@ -49,6 +50,7 @@ def main() -> None:
     """Run the command line of `train.py` and of `hetexp train`."""
     from hetexp.launch.environments.interpreter import check_own_interpreter
 
+    start_up.ended("interpreter")
     show_any_text()
     try:
         check_own_interpreter()
@@ -177,6 +179,7 @@ def check_command_line(arguments: argparse.Namespace, ranks: RankSource | None =
         jobs, problems = compose_jobs(arguments.overrides, **where)
         return list(dict.fromkeys(problems or _check_jobs(jobs)))
     composed, problems = compose_typed(arguments.overrides, **where)
+    start_up.ended("configuration composed")
     if composed is not None:
         request = Request(Path.cwd(), Path.cwd(), overrides=tuple(arguments.overrides))
         problems = check(composed, request, ranks=ranks, problems=problems).problems
@@ -237,6 +240,7 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
         group=sweep.name if sweep is not None else None,
         sweep=sweep,
     )
+    start_up.ended("Hydra")
     job_folder = Path.cwd()
     os.chdir(request.working_dir)  # relative paths start from the user's folder, even with hydra.job.chdir
     try:
@@ -254,6 +258,7 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
         raise CompactHydraException(str(error)) from None
     finally:
         os.chdir(job_folder)
+        start_up.restart()  # this process may have more jobs
 
 
 @cache  # once in a process, which may run several jobs
@@ -354,6 +359,7 @@ def _run(cfg: DictConfig, request: Request, console: Console, ranks: RankSource)
             except HetexpError as error:
                 checked.problems.extend(error.problems if isinstance(error, ConfigError) else [str(error)])
         spec = checked.accepted()
+        start_up.ended("run checked")
         if _typed_here:
             import_ahead(spec.config, [device.backend for device in spec.selection.devices])
         assert found is not None
@@ -386,6 +392,7 @@ def _plan_and_launch(spec: RunSpec, console: Console, ranks: RankSource) -> dict
     if spec.config.plan_only:
         return _predict(spec, console)
     plan = prepare(plan, spec, measured)
+    start_up.ended("plan")
     summary = ranks.launch(plan, spec, console)
     warning = drop_if_wrong(plan, summary)
     if warning is not None:
@@ -462,6 +469,7 @@ def check(
     if reported and not typed_for_torch(request.overrides, reported):
         wrong += early
     else:
+        start_up.ended("keys and types")
         if _typed_here and not reported and config is not None:
             import_ahead(config)
         components = {key: check_component(key, raw[key]) for key in sections}
@@ -497,6 +505,7 @@ def _check_imported(
         wrong += check_samples(raw["data"])
     if config is None:
         return None
+    start_up.ended("classes, with torch")
     spec = RunSpec(config, raw, Selection(), request)
     return _with_devices(spec, components, leases, ranks or own_ranks(config), wrong)
 

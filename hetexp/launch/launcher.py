@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from hetexp.core import start_up
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError
 from hetexp.core.files import ending_when_full, write_json
@@ -125,10 +126,13 @@ def _run_ranks(
             run.follower = follower
             try:
                 run.start(plan_path)
+                start_up.ended("processes started")
+                run.store.set(start_up.KEY, start_up.own())
                 run.follow(caught)
             finally:
                 run.end()
             if plan.measuring and not run.failures and not caught and (run_dir / CALIBRATION).exists():
+                start_up.add(run.store.get(start_up.KEY).decode())
                 return blank_summary(plan, "completed"), caught, ""
             restart = run.restart(restarts, caught) if not caught else None
             if restart is None:
