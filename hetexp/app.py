@@ -11,11 +11,12 @@ import pkgutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetexp.core import start_up
 from hetexp.core.compose.conf_folders import conf_dir as conf_dir
 from hetexp.core.compose.conf_folders import name_own_conf_dir
 from hetexp.core.compose.words import asks_for_help, where_to_look, without_hyphens, written_out
@@ -49,6 +50,7 @@ def main() -> None:
     """Run the command line of `train.py` and of `hetexp train`."""
     from hetexp.launch.environments.interpreter import check_own_interpreter
 
+    start_up.ended("interpreter")
     show_any_text()
     try:
         check_own_interpreter()
@@ -176,8 +178,10 @@ def check_command_line(arguments: argparse.Namespace, ranks: RankSource | None =
         jobs, problems = compose_jobs(arguments.overrides, **where)
         return list(dict.fromkeys(problems or _check_jobs(jobs)))
     composed, problems = compose_typed(arguments.overrides, **where)
+    start_up.ended("configuration composed")
     if composed is not None:
-        problems += check(composed, Request(Path.cwd(), Path.cwd()), ranks=ranks).problems
+        request = Request(Path.cwd(), Path.cwd(), overrides=tuple(arguments.overrides))
+        problems = check(composed, request, ranks=ranks, problems=problems).problems
     return list(dict.fromkeys(problems))
 
 
@@ -235,6 +239,7 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
         group=sweep.name if sweep is not None else None,
         sweep=sweep,
     )
+    start_up.ended("Hydra")
     job_folder = Path.cwd()
     os.chdir(request.working_dir)  # relative paths start from the user's folder, even with hydra.job.chdir
     try:
@@ -252,6 +257,7 @@ def _job(cfg: DictConfig, ranks: RankSource | None) -> None:
         raise SystemExit(error.exit_code) from None
     finally:
         os.chdir(job_folder)
+        start_up.restart()  # this process may have more jobs
 
 
 @cache  # once in a process, which may run several jobs
@@ -323,6 +329,7 @@ def _host_info(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
     Raises:
         ConfigError: all that is wrong with the configuration, or with this machine's devices.
     """
+    from hetexp.core.compose.plain import plain
     from hetexp.hosts.this_host import host_info
 
     checked = check(cfg, request)
@@ -338,6 +345,7 @@ def _host_info(cfg: DictConfig, request: Request) -> tuple[HostInfo, Config]:
 def _run(cfg: DictConfig, request: Request, console: Console, ranks: RankSource) -> dict[str, Any]:
     """Check, plan and launch one run with the ranks of a source."""
     from hetexp.core.files import ending_when_full
+    from hetexp.launch.processes.process import import_ahead
     from hetexp.launch.reserve import reserved
     from hetexp.launch.resume import find, going_on, held
     from hetexp.launch.terminal.lines import print_line
@@ -350,6 +358,9 @@ def _run(cfg: DictConfig, request: Request, console: Console, ranks: RankSource)
             except HetexpError as error:
                 checked.problems.extend(error.problems if isinstance(error, ConfigError) else [str(error)])
         spec = checked.accepted()
+        start_up.ended("run checked")
+        if _typed_here:
+            import_ahead(spec.config, [device.backend for device in spec.selection.devices])
         assert found is not None
         for sentence in found.sentences:
             print_line(console, sentence)
@@ -380,6 +391,7 @@ def _plan_and_launch(spec: RunSpec, console: Console, ranks: RankSource) -> dict
     if spec.config.plan_only:
         return _predict(spec, console)
     plan = prepare(plan, spec, measured)
+    start_up.ended("plan")
     summary = ranks.launch(plan, spec, console)
     warning = drop_if_wrong(plan, summary)
     if warning is not None:
@@ -420,46 +432,81 @@ def compose_and_check(
     composed, problems = compose_typed(written_out(list(words)), config_dir=config_dir)
     if composed is None:
         return CheckedRun(None, problems)
-    checked = check(composed, request, leases)
-    return CheckedRun(checked.spec, [*problems, *checked.problems])
+    return check(composed, request, leases, problems=problems)
 
 
 def check(
-    cfg: DictConfig, request: Request, leases: bool = True, ranks: RankSource | None = None
+    cfg: DictConfig,
+    request: Request,
+    leases: bool = True,
+    ranks: RankSource | None = None,
+    problems: Sequence[str] = (),
 ) -> CheckedRun:
     """Return the run of a configuration with its devices, and everything that is wrong with it.
 
-    The section `sweep` is not in the run's plain configuration, because it changes no run.
+    Wrong keys and types are reported without torch, whose import takes seconds, unless the user also typed a
+    value that only torch's classes can judge. The section `sweep`, which changes no run, is left out.
 
     Args:
         request: relative paths start from its working directory.
         leases: whether cards that other runs hold are busy.
         ranks: source of the ranks; by default the configuration decides (`own_ranks`).
+        problems: those of the words from which the configuration was composed.
     """
+    from hetexp.core.compose.plain import plain, typed_for_torch
     from hetexp.core.config import COMPONENTS, check_config
     from hetexp.core.instantiate import check_component
+    from hetexp.launch.processes.process import import_ahead
+    from hetexp.plan.run_spec import CheckedRun
+
+    raw, missing, unresolved = plain(cfg)
+    config, wrong = check_config(raw)
+    raw.pop("sweep", None)
+    sections = [key for key in (COMPONENTS if request.script is None else OUTSIDE_SCRIPT) if key in raw]
+    early = [problem for key in sections for problem in check_component(key, raw[key], imports=False)]
+    reported, spec = [*problems, *unresolved, *wrong, *early], None
+    if reported and not typed_for_torch(request.overrides, reported):
+        wrong += early
+    else:
+        start_up.ended("keys and types")
+        if _typed_here and not reported and config is not None:
+            import_ahead(config)
+        components = {key: check_component(key, raw[key]) for key in sections}
+        spec = _check_imported(raw, config, components, request, leases, ranks, wrong)
+    # A missing key was reported already, and its null is of the wrong type as well.
+    wrong = [p for p in wrong if not any(p.startswith(f"`{key}") for key in missing)]
+    return CheckedRun(spec, [*problems, *unresolved, *wrong])
+
+
+def _check_imported(
+    raw: dict[str, Any],
+    config: Config | None,
+    components: Mapping[str, list[str]],
+    request: Request,
+    leases: bool,
+    ranks: RankSource | None,
+    wrong: list[str],
+) -> RunSpec | None:
+    """Return the run with its devices; append everything that is wrong with them and with its classes.
+
+    Args:
+        components: section → problems of its class.
+    """
     from hetexp.data.base import check_samples
     from hetexp.hardware.selection.pool import Selection
     from hetexp.optimizer.build import check_optimizer, check_schedule
-    from hetexp.plan.run_spec import CheckedRun, RunSpec
+    from hetexp.plan.run_spec import RunSpec
 
-    raw, missing, problems = plain(cfg)
-    config, wrong = check_config(raw)
-    raw.pop("sweep", None)
-    sections = COMPONENTS if request.script is None else OUTSIDE_SCRIPT
-    components = {key: check_component(key, raw[key]) for key in sections if key in raw}
     wrong += [problem for sentences in components.values() for problem in sentences]
     if not components.get("optimizer", True):
         wrong += check_optimizer(raw["optimizer"]) + (check_schedule(config) if config is not None else [])
     if not components.get("data", True):
         wrong += check_samples(raw["data"])
-    spec = None
-    if config is not None:
-        spec = RunSpec(config, raw, Selection(), request)
-        spec = _with_devices(spec, components, leases, ranks or own_ranks(config), wrong)
-    # A missing key was reported already, and its null is of the wrong type as well.
-    problems += [p for p in wrong if not any(p.startswith(f"`{key}") for key in missing)]
-    return CheckedRun(spec, problems)
+    if config is None:
+        return None
+    start_up.ended("classes, with torch")
+    spec = RunSpec(config, raw, Selection(), request)
+    return _with_devices(spec, components, leases, ranks or own_ranks(config), wrong)
 
 
 def _with_devices(
@@ -504,53 +551,6 @@ def _with_devices(
     if ranks.complete and usable and not any(problem.startswith("`strategy") for problem in problems):
         problems += spec.strategy.check_model(spec.config)
     return spec
-
-
-def plain(cfg: DictConfig) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the configuration as plain types, its missing keys, and the problems with its values.
-
-    A missing value, and a value that cannot be resolved, is null in the result.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    cfg = cfg.copy()
-    missing = sorted(_missing(cfg))
-    problems = [f"`{key}` must be given, but is ??? (missing)." for key in missing]
-    for key in missing:
-        OmegaConf.update(cfg, key, None)
-    while True:
-        try:
-            raw = OmegaConf.to_container(cfg, resolve=True)
-            break
-        except OmegaConfBaseException as error:
-            if error.full_key is None or error.full_key in missing:
-                raise
-            first_line = str(error).partition("\n")[0]
-            problems.append(
-                f"`{error.full_key}` must be a value that can be resolved, but is not: {first_line}."
-            )
-            missing.append(error.full_key)
-            OmegaConf.update(cfg, error.full_key, None)
-    # Through JSON, so that the checked values are exactly those of the plan.
-    plain_types: dict[str, Any] = json.loads(json.dumps(raw))
-    return plain_types, missing, problems
-
-
-def _missing(node: Any, key: str = "") -> Iterator[str]:
-    """Yield the keys whose value is ???, without resolving interpolations as OmegaConf does."""
-    from omegaconf import DictConfig, ListConfig
-
-    names: Sequence[Any] = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
-    for name in names:
-        child = node._get_node(name)
-        path = f"{key}[{name!s}]" if isinstance(node, ListConfig) else f"{key}.{name!s}".lstrip(".")
-        if child._is_missing():
-            yield path
-        elif isinstance(child, (DictConfig, ListConfig)) and not (
-            child._is_interpolation() or child._is_none()
-        ):
-            yield from _missing(child, path)
 
 
 def _check_run(spec: RunSpec, has_run_folder: bool) -> list[str]:

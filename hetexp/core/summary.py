@@ -66,6 +66,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "steps": None,
         "samples": None,
         "wall_s": None,
+        "start_up": None,
         "samples_per_s": None,
         "solo_samples_per_s": None,
         "solo_source": None,

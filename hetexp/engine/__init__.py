@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from hetexp import app
 from hetexp.core.compose.overrides import compose_typed
+from hetexp.core.compose.plain import plain
 from hetexp.core.compose.words import where_to_look
 from hetexp.core.config import check_config
 from hetexp.core.errors import HetexpError, RunFailedError, UsageError
@@ -112,7 +113,7 @@ def _timeout_seconds(composed: DictConfig | None) -> float:
 
 def _selected(composed: DictConfig | None) -> Selection:
     """Return the devices of this host; rank 0 reports why a configuration cannot be read."""
-    config = check_config(app.plain(composed)[0])[0] if composed is not None else None
+    config = check_config(plain(composed)[0])[0] if composed is not None else None
     if config is None:
         return Selection(problems=["`hardware` cannot be read on every host."])
     return select_devices(config.hardware, app.detect_for(config.hardware, Path.cwd()))

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 
+from hetexp.core import start_up
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError
 from hetexp.core.files import ending_when_full, write_json
@@ -37,7 +39,7 @@ from hetexp.launch.processes.members import Member, end_all, environment_of, pau
 from hetexp.launch.processes.store import bind, host_store
 from hetexp.launch.requests import Requests
 from hetexp.launch.terminal.diagrams import diagrams
-from hetexp.launch.terminal.display import Display, show_plan, show_summary
+from hetexp.launch.terminal.display import MEASURING, Display, show_plan, show_summary
 from hetexp.launch.terminal.lines import print_line
 from hetexp.monitor.follow import Follower, followed
 from hetexp.plan.run_spec import RunSpec
@@ -81,8 +83,6 @@ def measure(plan: Plan, spec: RunSpec, console: Console) -> dict[str, Any]:
         ConfigError, SetupError, RunFailedError: as `launch`.
     """
     plan = replace(plan, run_dir=str(Path(plan.run_dir) / "calibration"), measuring=True)
-    names = ", ".join(device.id for device in plan.devices)
-    console.print(f"Measuring {names} before the run …", highlight=False)
     with ending_when_full(Path(plan.run_dir)):
         summary, caught, details = _run_ranks(plan, spec, console)
     path = Path(plan.run_dir) / CALIBRATION
@@ -125,10 +125,13 @@ def _run_ranks(
             run.follower = follower
             try:
                 run.start(plan_path)
+                start_up.ended("processes started")
+                run.store.set(start_up.KEY, start_up.own())
                 run.follow(caught)
             finally:
                 run.end()
             if plan.measuring and not run.failures and not caught and (run_dir / CALIBRATION).exists():
+                start_up.add(run.store.get(start_up.KEY).decode())
                 return blank_summary(plan, "completed"), caught, ""
             restart = run.restart(restarts, caught) if not caught else None
             if restart is None:
@@ -207,6 +210,8 @@ class _Run:
                     return
                 if not self._ready:
                     self._check_ready(display)
+                if self.plan.measuring:
+                    display.measuring(self._stages_measured())
                 if not self._ready or 0 in codes.values():
                     self._end_stopped([member for member, code in codes.items() if code is None])
                     if self.failures:
@@ -263,6 +268,12 @@ class _Run:
             steps = int(self.store.get(READY))
             display.total_steps(steps)
             self.follower.ready(steps)
+
+    def _stages_measured(self) -> int:
+        """Return how many stages of a measurement all ranks have ended."""
+        ranks = range(self.plan.world_size)
+        ended = (self.store.check([f"{topic}/{rank}" for rank in ranks]) for _, topic in MEASURING)
+        return sum(1 for _ in takewhile(bool, ended))
 
     def _end_stopped(self, members: list[Member]) -> None:
         """End members that SIGSTOP has stopped while no heartbeats are due.

@@ -15,6 +15,7 @@ import torch
 from hetexp.balancing.scheduler import idle_seconds, imbalance
 from hetexp.comm.connections.disposal import release_later
 from hetexp.comm.step_message import StepMessage
+from hetexp.core import start_up
 from hetexp.core.device import GIB
 from hetexp.data.loader import LocalBatch
 from hetexp.data.prefetch import InWaits
@@ -229,6 +230,8 @@ class Training:
         progress.step += 1
         progress.samples += batch.global_samples
         progress.position = batch.position
+        if progress.step == self.first_step + 1:
+            start_up.ended("rank 0: first step")
         progress.skipped_steps += result.skipped
         if progress.position.epoch != self._before.position.epoch:
             epoch_over(self.state, progress)

@@ -11,6 +11,7 @@ import pytest
 from launched import TINY, TRAIN
 from support import Train
 
+from hetexp.commands.doctor import main
 from hetexp.launch.processes.process import PRELOADED
 
 LISTING = """
@@ -109,3 +110,16 @@ def test_another_hetexp_in_the_current_folder_is_not_imported(tmp_path: Path) ->
     words = [*TINY, f"hydra.run.dir={tmp_path}/run", "launch.start_method=forkserver", "trainer.max_steps=1"]
     ended = subprocess.run([sys.executable, TRAIN, *words], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_the_doctor_shows_the_stages_of_a_start(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--start-up", *TINY, "--json"]) == 0
+    stages = json.loads(capfd.readouterr().out)
+    assert stages[0]["stage"] == "interpreter"
+    assert stages[-1]["stage"] == "rank 0: first step"
+    assert all(row["seconds"] >= 0 for row in stages)
+
+
+def test_the_doctor_shows_why_a_start_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--start-up", "trainer.max_step=3"]) == 2
+    assert "`trainer.max_step`" in capfd.readouterr().err

@@ -49,6 +49,34 @@ def imported(ended: subprocess.CompletedProcess[str]) -> set[str]:
     return set(re.findall(r"^import time:.*\| +(\w+)", ended.stderr, re.MULTILINE))
 
 
+# ---------------------------------------------------------------- wrong keys and types
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "trainer.max_step=3"], "`trainer.max_step`"),
+        (["train", "trainer.max_steps=many"], "`trainer.max_steps`"),
+        (["train", "+model.hiden=3"], "`model.hiden`"),
+        (["train", "model.widths=3"], "`model.widths`"),
+        (["train", "+optimizer.lrr=3"], "`optimizer.lrr`"),
+        (["train", "data=text", "data.folder=nowhere"], "`data.folder`"),
+        (["train", "model=custom", "model._target_=no_such_package.Model"], "`model._target_`"),
+        (["plan", "trainer.max_step=3"], "`trainer.max_step`"),
+        (["launch", "script.py", "strategy.max_step=3"], "`strategy.max_step`"),
+        (["verify", "trainer.max_step=3"], "`trainer.max_step`"),
+    ],
+)
+def test_wrong_keys_and_types_are_reported_without_torch(
+    ask: Ask, tmp_path: Path, words: list[str], key: str
+) -> None:
+    (tmp_path / "script.py").touch()
+    ended = ask("-c", HETEXP, *words)
+    assert ended.returncode == 2
+    assert key in ended.stderr
+    assert "torch" not in imported(ended)
+
+
 # ---------------------------------------------------------------- hetexp
 
 

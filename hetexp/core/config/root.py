@@ -23,9 +23,10 @@ Component = dict[str, Any]
 class LaunchConfig(Section):
     """How ranks start and end."""
 
-    start_method: Literal["subprocess", "forkserver"] = "subprocess"
-    """How ranks start. `forkserver` forks them from a process that has imported torch, which is quick but
-    needs one interpreter for all ranks."""
+    start_method: Literal["auto", "subprocess", "forkserver"] = "auto"
+    """How ranks start. `forkserver` forks them from a process that imports torch once for all, while the run
+    is planned. `auto` does so on the CPU under Linux, unless `comm.env` sets variables; a card's rank is a
+    process of its own."""
     timeout_seconds: PositiveFloat = 120.0
     """Longest wait until all ranks have started and agreed."""
     grace_seconds: PositiveFloat = 3.0

@@ -21,7 +21,14 @@ from hetexp.core.plan import Plan
 from hetexp.hardware.backend import environment_together
 from hetexp.launch.processes.failure import log_path, stack_path
 from hetexp.launch.processes.hosts import host_of, network_environment
-from hetexp.launch.processes.process import RankProcess, Start, rank_environment, signal_group, start_rank
+from hetexp.launch.processes.process import (
+    RankProcess,
+    Start,
+    may_fork,
+    rank_environment,
+    signal_group,
+    start_rank,
+)
 from hetexp.launch.processes.spare import Spares
 
 
@@ -61,6 +68,9 @@ def start_member(
         OSError: the disk has no room for its log.
     """
     device, number = plan.devices[rank], rank if number is None else number
+    backends = [each.backend for each in plan.devices_of(rank)]
+    if method == "auto" and (plan.script is not None or not may_fork(backends) or _sets_variables(plan)):
+        method = "subprocess"
     start = start_of(plan, plan_path, rank, number if joins else None)
     path, host = start.log_path, host_of(device)
     spare = spares.take(start.interpreter) if spares is not None and host is None else None
@@ -73,6 +83,11 @@ def start_member(
         if no_room(error, Path(plan.run_dir)):
             raise
         raise SetupError(f"Rank {rank} on {device} cannot be started: {error}.") from error
+
+
+def _sets_variables(plan: Plan) -> bool:
+    """Return whether the configuration sets variables, which a library may read when it is imported."""
+    return bool(plan.config.get("comm", {}).get("env"))
 
 
 def start_of(plan: Plan, plan_path: Path, rank: int, member: int | None = None) -> Start:

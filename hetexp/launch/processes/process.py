@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from multiprocessing import forkserver
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import hetexp
+from hetexp.core.config import Config
 from hetexp.hardware.backend import VISIBILITY
 from hetexp.launch.environments.interpreter import RUN_WORKER, is_own
 from hetexp.launch.processes.parent_death import die_with_parent, end_with_launcher
@@ -29,6 +31,9 @@ WORKER = "hetexp.worker"
 """A layer above this one, hence known by name only."""
 PRELOADED: tuple[str, ...] = ("hetexp.launch.processes.preload", WORKER)
 """Modules that the fork server imports: all that a rank uses."""
+CPU_BACKENDS = frozenset({"cpu", "emulated"})
+CARD_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
+"""Files that exist once a card's driver is loaded."""
 LAUNCHER_PID = "HETEXP_LAUNCHER_PID"
 CLUSTER_TOKEN = "HETEXP_CLUSTER_TOKEN"
 """Variable with the secret of a cluster's machines, which is removed from the environment of ranks."""
@@ -158,12 +163,56 @@ def start_worker(
         )
 
 
+def start_fork_server() -> None:
+    """Start the fork server, which imports everything while this process goes on, unless it runs already.
+
+    It ends with this process, even if it still imports.
+    """
+    if not _fork_server_runs():
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+        atexit.register(_kill, forkserver)
+    forkserver.ensure_running()
+
+
+def _fork_server_runs() -> bool:
+    server: Any = forkserver
+    return server._forkserver._forkserver_pid is not None
+
+
+def _kill(server: Any) -> None:
+    with contextlib.suppress(OSError, TypeError):  # it has ended
+        os.kill(server._forkserver._forkserver_pid, signal.SIGKILL)
+        os.waitpid(server._forkserver._forkserver_pid, 0)
+
+
+def import_ahead(config: Config, backends: Sequence[str] | None = None) -> None:
+    """Let the fork server import what ranks need while this process checks and plans, if it will fork any.
+
+    Args:
+        backends: those of the selected devices; `None`: not known yet.
+    """
+    method = config.launch.start_method
+    if backends is None:
+        backends = [] if any(map(os.path.exists, CARD_DRIVERS)) else ["cpu"]
+    forks = method == "auto" and not config.comm.env and any(may_fork([backend]) for backend in backends)
+    if (forks or method == "forkserver") and not (config.plan_only or config.cluster.hosts):
+        start_fork_server()
+
+
+def may_fork(backends: Collection[str]) -> bool:
+    """Return whether `launch.start_method=auto` forks ranks of some backends: those of the CPU, on Linux.
+
+    A card's library may read its environment when it is imported, so that such a rank gets its own process.
+    """
+    return sys.platform == "linux" and CPU_BACKENDS.issuperset(backends)
+
+
 class ForkedRank:
     """A rank forked from multiprocessing's fork server, which has imported torch once for all of them."""
 
     def __init__(self, start: Start) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        start_fork_server()
         self._process: BaseProcess = context.Process(target=_forked, args=(start,), daemon=False)
         self._process.start()
 
@@ -199,9 +248,10 @@ def forks(interpreter: str, method: str) -> bool:
     """Return whether ranks with an interpreter are forked.
 
     Args:
-        method: `launch.start_method`.
+        method: `launch.start_method`; with `auto` only if the fork server runs.
     """
-    return method == "forkserver" and is_own(interpreter) and _forks_import_this_hetexp()
+    wanted = method == "forkserver" or (method == "auto" and _fork_server_runs())
+    return wanted and is_own(interpreter) and _forks_import_this_hetexp()
 
 
 def _forks_import_this_hetexp() -> bool:

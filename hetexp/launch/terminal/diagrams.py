@@ -11,11 +11,8 @@ from rich.console import Console
 
 from hetexp.core.config import Config
 from hetexp.core.plan import Plan
-from hetexp.launch.terminal.lines import print_line
+from hetexp.launch.terminal.lines import first_time, print_line
 from hetexp.report.diagram.files import FORMATS, NO_DOT, has_dot, write_diagrams
-
-_reported_absent = False
-"""Whether this process has reported that Graphviz is absent: one run of a sweep is enough."""
 
 
 @contextmanager
@@ -58,7 +55,5 @@ def _drawn(plan: Plan, formats: tuple[str, ...]) -> str | None:
 
 
 def _report_absent(console: Console) -> None:
-    global _reported_absent
-    if not _reported_absent:
+    if first_time("graphviz"):
         print_line(console, f"{NO_DOT} plan.mmd shows it wherever Mermaid is understood.", "dim")
-    _reported_absent = True

@@ -18,11 +18,19 @@ from rich.text import Text
 from hetexp.core.device import GIB, plain_name
 from hetexp.core.plan import Plan
 from hetexp.core.summary import LEAST_STEPS, modelled
-from hetexp.launch.terminal.lines import format_number, print_line
+from hetexp.launch.terminal.lines import first_time, format_number, print_line
 from hetexp.logger.jsonl import EARLIER_METRICS
 
 LINE_EVERY_SECONDS = 5.0
 """Seconds between lines of progress if the output is no terminal."""
+
+MEASURING = (
+    ("processes start", "hello"),
+    ("data and models are built", "handshake"),
+    ("each device alone", "calibration"),
+    ("all devices together", "calibration/joint"),
+)
+"""Stages of a measurement, and the beginning of the store keys that ranks set at the end of each."""
 
 
 class Tail:
@@ -92,6 +100,7 @@ class Display:
         )
         self._task = self._bar.add_task("starting", total=None, detail="")
         self._last_line = 0.0
+        self._began, self._measured = time.monotonic(), -1
 
     def __enter__(self) -> Display:
         self._bar.start()
@@ -125,6 +134,22 @@ class Display:
     def total_steps(self, total: int) -> None:
         """Set the number of steps; 0 if only the user's script knows it."""
         self._bar.update(self._task, total=total or None, description="training")
+
+    def measuring(self, done: int) -> None:
+        """Show how far a measurement is, and for how long it runs.
+
+        Args:
+            done: stages of `MEASURING` that all ranks have ended.
+        """
+        names = ", ".join(device.name.replace(" (emulated)", "") for device in self.plan.devices)
+        number, seconds = min(done + 1, len(MEASURING)), time.monotonic() - self._began
+        text = f"{MEASURING[number - 1][0]} ({number} of {len(MEASURING)}), {seconds:.0f} s …"
+        self._bar.update(
+            self._task, description=f"Measuring {names}", completed=done, total=len(MEASURING), detail=text
+        )
+        if not self.console.is_terminal and self._measured < done < len(MEASURING):
+            print_line(self.console, f"Measuring {names}: {text}")
+        self._measured = done
 
     def _show_step(self, row: dict[str, Any]) -> None:
         loss = row["train/loss"]
@@ -268,7 +293,7 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         text = f"NOT VALID: {summary['invalid_reason']}"
         console.print(text, style="bold red", markup=False, highlight=False)
     print_line(console, f"Everything about this run: {run_dir}")
-    if any(run_dir.glob("wandb/offline-run-*")):
+    if any(run_dir.glob("wandb/offline-run-*")) and first_time("wandb_offline"):
         more = ", from the first step of the run before" if (run_dir / EARLIER_METRICS).exists() else ""
         print_line(console, f"W&B has it offline{more}. To send it: hetexp sync {shlex.quote(str(run_dir))}")
 

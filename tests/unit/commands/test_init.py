@@ -11,10 +11,10 @@ import pytest
 import yaml
 from support import unbuilt_config
 
-from hetexp.app import plain
 from hetexp.commands.init import main
 from hetexp.core.compose.conf_folders import name_own_conf_dir
 from hetexp.core.compose.overrides import compose_typed
+from hetexp.core.compose.plain import plain
 from hetexp.core.config import read_config
 from hetexp.hosts.token import default_token_file, read_token
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hetexp.app import compose_config, detect_for, plain
+from hetexp.app import compose_config, detect_for
+from hetexp.core.compose.plain import plain
 from hetexp.core.config import read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError

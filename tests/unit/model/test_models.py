@@ -203,7 +203,8 @@ def test_convnet_is_small_and_depth_is_configurable() -> None:
 
 def test_groups_of_channels_fit_each_width_unless_they_are_given() -> None:
     def groups(**changes: Any) -> list[int]:
-        model = ConvNet(**(IMAGES | {"widths": [64, 12, 6], "blocks_per_width": 1} | changes))
+        arguments: dict[str, Any] = IMAGES | {"widths": [64, 12, 6], "blocks_per_width": 1} | changes
+        model = ConvNet(**arguments)
         return [module.num_groups for module in model.modules() if isinstance(module, nn.GroupNorm)]
 
     assert groups() == [16, 16, 4, 4, 2, 2]

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 from support import plan_on, unbuilt_config
 
-import hetexp.launch.terminal.diagrams
 from hetexp.core.config import Config, read_config
 from hetexp.core.plan import Plan
 from hetexp.hardware.backends.cpu import CpuBackend
@@ -37,8 +36,8 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hetexp.launch.terminal.diagrams, "_reported_absent", False)
+def no_hint_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HETEXP_HOME", str(tmp_path / "home"))
 
 
 @pytest.mark.skipif(not has_dot(), reason="Graphviz is not installed")

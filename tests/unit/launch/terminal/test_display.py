@@ -1,4 +1,4 @@
-"""What the terminal says about a run's speed."""
+"""What the terminal says while devices are measured, and about a run's speed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support import plan_on
+from support import plan_on, unbuilt_config
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.summary import LEAST_STEPS, blank_summary, modelled
-from hetexp.launch.terminal.display import show_plan, show_summary
+from hetexp.hardware.backends.cpu import CpuBackend
+from hetexp.launch.terminal.display import MEASURING, Display, show_plan, show_summary
 
 CARDS = [
     DeviceSpec(f"emulated:{i}", "emulated", i, f"{name} (emulated)", vendor)
@@ -88,3 +89,17 @@ def test_speeds_of_a_line_of_metrics_are_modelled(scale: float | None) -> None:
         if scale
         else {}
     )
+
+
+def test_a_measurement_shows_each_stage_once_with_its_number_and_seconds(tmp_path: Path) -> None:
+    device = CpuBackend.describe(0)
+    plan = plan_on([device], unbuilt_config(), run_dir=str(tmp_path))
+    screen = io.StringIO()
+    with Display(plan, Console(file=screen, width=200)) as display:
+        for done in (0, 0, 1, 3, 3, 4):
+            display.measuring(done)
+    lines = screen.getvalue().splitlines()
+    assert len(lines) == 3
+    for line, number in zip(lines, (1, 2, 4), strict=True):
+        assert line.startswith(f"Measuring {device.name}: ")
+        assert f"({number} of {len(MEASURING)}), 0 s" in line

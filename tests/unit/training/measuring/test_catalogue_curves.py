@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from hetexp.app import compose_config, plain
+from hetexp.app import compose_config
+from hetexp.core.compose.plain import plain
 from hetexp.core.config import Config, read_config
 from hetexp.core.device import DeviceSpec
 from hetexp.data.base import build_data
