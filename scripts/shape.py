@@ -51,7 +51,8 @@ LIMITS: dict[str, tuple[int, int | None]] = {
 """The most that `--check` lets pass, and what the package is to reach.
 
 A limit is the figure of today. It falls; it rose with the samples, losses, optimizers and models that people
-bring, and with the checks, words and measurements of the start. That of all lines leaves room for mended faults.
+bring, and with the checks, words and measurements of the start. That of all lines leaves room for mended
+faults.
 """
 PROBE = "HETEXP_SHAPE_PROBE"
 """Variable with the folder that ranks write what they saw to."""
