@@ -27,6 +27,8 @@ GRAIN_SECONDS = 1e-3
 
 MOST_PHASES = 64
 """Most phases of a kind whose real work is kept for the choice of a pace."""
+REST_MARGIN = 1.2
+"""Time for the work behind a gradient ÷ its time in a rehearsal."""
 ACCEPTED_LATE = 0.003
 """Share of the modelled time that phases may be late, so that a short one, as a small model's update, does
 not slow down all others."""
@@ -56,6 +58,11 @@ class Pacer:
         self.time_scale = 0.0
         self._work: dict[str, list[tuple[float, float]]] = {}
         """Of each kind of phase since `start`: seconds of real work, modelled seconds."""
+        self._arrivals: list[float] = []
+        """Seconds of real work until each gradient of the running backward pass, in their order."""
+        self._left: list[float] = []
+        """Real seconds of work after each gradient ÷ modelled seconds of the pass, before `start`."""
+        self._num_models = 0
         self._shortest = math.inf
         self._modelled = self._late = 0.0
         self._samples = 0
@@ -78,6 +85,7 @@ class Pacer:
             fractions: share of each trainable parameter in the backward pass (`count_work`).
         """
         self._update_seconds = self._update_seconds or times.update
+        self._num_models += 1
         self.backward_done = 0.0
         model.register_forward_pre_hook(partial(self._begin_forward, times), with_kwargs=True)
         model.register_forward_hook(partial(self._end_forward, times))
@@ -114,7 +122,15 @@ class Pacer:
         return self._shortest
 
     def start(self, time_scale: float) -> None:
-        """Delay every phase from now on to `time_scale` times its modelled duration, and count from 0."""
+        """Delay every phase from now on to `time_scale` times its modelled duration, and count from 0.
+
+        A gradient is delayed less if the work behind it would not fit into the rest of the pass, as its share
+        of the modelled work and of this machine's time differ.
+        """
+        backward = self._work.get("backward")
+        if backward and self._arrivals and self._num_models == 1:
+            work, modelled = backward[-1]
+            self._left = [(work - until) / modelled for until in self._arrivals]
         self.time_scale = time_scale
         self._updating = False
         self._modelled = self._late = 0.0
@@ -163,13 +179,19 @@ class Pacer:
         from hetexp.torch_private import queue_after_backward
 
         self._begin("backward", times.backward(samples))
+        self._arrivals = []
         self.backward_done = 0.0
         # Runs after all gradients and before DDP waits for its exchange, which DDP queues later.
         queue_after_backward(self._end_backward)
 
     def _gradient_ready(self, fraction: float) -> None:
         self.backward_done = min(self.backward_done + fraction, 1.0)
-        self._wait_until(self.backward_done)
+        self._arrivals.append(time.perf_counter() - self._started - self._slept)
+        until = self.backward_done
+        if len(self._arrivals) <= len(self._left) and self.time_scale:
+            left = self._left[len(self._arrivals) - 1]
+            until = min(until, 1.0 - REST_MARGIN * left / self.time_scale)
+        self._wait_until(until)
 
     def _end_backward(self) -> None:
         self._wait_until(1.0)  # parameters without a gradient left their fraction unused

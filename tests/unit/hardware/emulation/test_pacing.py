@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -406,7 +407,7 @@ def test_evaluation_is_paced_too_and_leaves_no_hook(clock: Clock) -> None:
 # ---------------------------------------------------------------- when the machine cannot keep up
 
 
-LATE = 0.01
+LATE = 0.02
 """A scale may let phases be late by less than this."""
 
 
@@ -437,6 +438,42 @@ def test_at_a_pace_the_longest_work_decides_without_the_delays(clock: Clock) -> 
     assert len(pacer.paced) == 8
     pacer.start(4.0)
     assert (pacer.paced, pacer.modelled_seconds, pacer.late_share) == ([], 0.0, 0.0)
+
+
+class Late(torch.autograd.Function):
+    """Does nothing forward, and all the real work of a backward pass where it stands."""
+
+    clock: Clock
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Late.clock.work(6.0)
+        return gradient
+
+
+class BetweenLayers(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Late.apply(value)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_a_gradient_waits_no_longer_than_the_work_behind_it_allows(clock: Clock) -> None:
+    """The last layer's gradient would wait for half of the pass; the 6 seconds of work begin only then."""
+    Late.clock = clock
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), BetweenLayers(), nn.Linear(8, 8, bias=False))
+    pacer = paced(model, torch.zeros(2, 8))
+    model(torch.zeros(SAMPLES, 8)).sum().backward()
+    assert pacer.needed_scale(1.0) == pytest.approx(3.0, rel=LATE)
+    for scale in (5.0, 4.0):
+        pacer.start(scale)
+        started = clock.now
+        model(torch.zeros(SAMPLES, 8)).sum().backward()
+        assert clock.now - started == pytest.approx(3.0 * scale)  # 1 and 2 modelled seconds
+        assert pacer.late_share == 0.0
 
 
 def test_a_short_phase_does_not_slow_down_all_others(clock: Clock) -> None:
