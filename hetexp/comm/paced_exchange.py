@@ -88,6 +88,8 @@ class PacedExchange(Averaging):
 
     def start(self, time_scale: float) -> None:
         self.time_scale = time_scale
+        self.late_seconds = self.modelled_seconds = 0.0
+        self.link_seconds.clear()
         self.forget()
 
     def close(self, seconds: float | None = None) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 class Net(nn.Sequential):
     def __init__(self, num_classes=10):
-        super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
+        super().__init__(nn.Flatten(), nn.Linear(32 * 32, num_classes))
 """
 
 

@@ -124,7 +124,7 @@ def test_a_checkpoint_has_the_groups_of_the_whole_model(train: Train, strategy: 
         tuple(group["params"]): {key: group["values"][key] for key in ("initial_lr", "weight_decay")}
         for group in json.loads(text)["optimizer"]["param_groups"]
     }
-    usual: dict[str, Any] = {"initial_lr": 0.002, "weight_decay": 0.01}
+    usual: dict[str, Any] = {"initial_lr": 0.001, "weight_decay": 0.01}
     assert found == {
         ("layers.3.weight", "layers.5.weight"): usual,
         ("layers.1.weight",): usual | {"initial_lr": 0.05},
@@ -153,9 +153,9 @@ def test_groups_typed_on_resume_hold(train: Train, single: Callable[..., Run]) -
     folder = first.folder / "checkpoints" / "step_00000004"
     again = train(
         *("hardware=cpu", "strategy=single", *COMMON, f"resume={folder}"),
-        'optimizer.groups=[{match:"*.bias",weight_decay:20.0}]',
+        'optimizer.groups=[{match:"*.bias",weight_decay:40.0}]',
     )
-    assert "weight_decay=20.0 (before: 0.0)" in again.screen
+    assert "weight_decay=40.0 (before: 0.0)" in again.screen
     assert rates(again) == rates(first)[4:]
     bias, before = (run.parameters()["layers.1.bias"].norm() for run in (again, first))
     assert bias < 0.9 * before

@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb_files import only, points, records
 
 from hetexp.commands.sync import offline_runs
+from hetexp.core.summary import modelled
 
 Start = Callable[..., Launched]
 TESTS = Path(__file__).parent.parent
@@ -34,7 +35,7 @@ COMMON = (
     "logger=wandb",
     "launch.start_method=forkserver",
 )
-DOCUMENTED = TESTS.parent / "docs" / "guide" / "tracking.md"
+DOCUMENTED = TESTS.parent / "docs" / "how-to" / "tracking.md"
 GIVEN_UP = "Weights & Biases is off for the rest of this run"
 
 
@@ -90,7 +91,10 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def as_points(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines of `metrics.jsonl` as W&B has them: its own step metric, null left out, NaN as text."""
+    """Return lines of `metrics.jsonl` as W&B has them.
+
+    Speeds are modelled, the step metric is its own, null is left out, NaN is a text.
+    """
 
     def written(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -103,7 +107,7 @@ def as_points(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for name, value in line.items()
             if value is not None
         }
-        for line in lines
+        for line in map(modelled, lines)
     ]
 
 
@@ -325,7 +329,8 @@ def test_nan_is_seen_and_the_configuration_comes_back(
     with (done.folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [{name: cell for name, cell in row.items() if cell} for row in rows] == [
-        {name: str(value) for name, value in line.items() if value is not None} for line in done.metrics
+        {name: str(value) for name, value in modelled(line).items() if value is not None}
+        for line in done.metrics
     ]
     events = EventAccumulator(str(done.folder / "tensorboard")).Reload()
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]

@@ -26,9 +26,9 @@ OTHERS = {
     "_get_node", "_is_missing", "_is_interpolation", "_is_none",  # OmegaConf
     "_option_string_actions",  # argparse
     "_formatting",  # Hugging Face datasets
-    "_exit", "_run_exitfuncs", "_forkserver", "_forkserver_alive_fd",  # Python
+    "_exit", "_run_exitfuncs", "_forkserver", "_forkserver_alive_fd", "_forkserver_pid",  # Python
     "_singleton", "_connection", "_proc",  # wandb
-    "_return_value",  # Hydra
+    "_return_value", "_get_header_dict",  # Hydra
 }  # fmt: skip
 """Private names of other libraries, which are not this test's subject."""
 

@@ -32,9 +32,8 @@ OUTRUN_TOLERANCE = 0.02
 """Share of its modelled time that a device may run late before its timings are called invalid."""
 SCALE_MARGIN = 1.5
 """Emulated time ÷ real time of passes at full speed, for a first pace that is surely slow enough."""
-PACED_MARGIN = 1.2
-"""Emulated time ÷ longest real time of passes at that pace, so that a busy moment does not take longer than
-emulated."""
+PACED_MARGIN = 1.25
+"""Emulated time ÷ real time of passes at that pace, so that a busy moment is not longer than emulated."""
 SHORTEST_PASS = 8e-3
 """Shortest time of a pass in seconds; the lateness of a sleep is small beside it."""
 UPDATE_PASSES = 7

@@ -105,15 +105,13 @@ class Pacer:
     def needed_scale(self, margin: float) -> float:
         """Return the smallest scale at which the phases since `start` are late by `ACCEPTED_LATE` at most.
 
-        A phase takes `margin` times its real work, without the delays. Before pacing, its work is the median
-        of its kind: the first pass warms up caches, and another may meet a busy moment. At a pace it is the
-        longest of its kind but the first.
+        A phase takes `margin` times the median of its kind's real work, without the delays: another pass may
+        meet a busy moment. The first one, which warms up caches, does not count.
         """
         kinds = []
         for phases in self._work.values():
             later = phases[1:] or phases
-            work = [real for real, _ in later]
-            typical = max(work) if self.time_scale else statistics.median(work)
+            typical = statistics.median(real for real, _ in later)
             kinds.append((typical * margin * len(later), sum(allowed for _, allowed in later)))
         return _least_scale(kinds)
 

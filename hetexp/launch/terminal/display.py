@@ -293,8 +293,9 @@ def show_summary(summary: dict[str, Any], run_dir: Path, console: Console) -> No
         text = f"NOT VALID: {summary['invalid_reason']}"
         console.print(text, style="bold red", markup=False, highlight=False)
     print_line(console, f"Everything about this run: {run_dir}")
-    if any(run_dir.glob("wandb/offline-run-*")) and first_time("wandb_offline"):
-        more = ", from the first step of the run before" if (run_dir / EARLIER_METRICS).exists() else ""
+    earlier = (run_dir / EARLIER_METRICS).exists()
+    if any(run_dir.glob("wandb/offline-run-*")) and (first_time("wandb_offline") or earlier):
+        more = ", from the first step of the run before" if earlier else ""
         print_line(console, f"W&B has it offline{more}. To send it: hetexp sync {shlex.quote(str(run_dir))}")
 
 

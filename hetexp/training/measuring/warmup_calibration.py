@@ -49,7 +49,6 @@ def calibrate_time_scale(
             first = _slowest(state, links * SCALE_MARGIN)
             _start_pacing(state, first)
             run(state, PACED_STEPS)
-            state.backend.pause()
             scale = _slowest(state, links * SCALE_MARGIN)
     _start_pacing(state, scale)
     return scale
@@ -94,4 +93,5 @@ def _real_steps(state: TrainState, steps: int) -> None:
     meter = StepTimer(state.backend)
     for batch in state.engine.batches(Progress().position, steps):
         state.engine.step(-1, batch, normalizer, meter)
+    state.backend.pause()  # the update ends before an exchange that is no part of the step
     state.engine.rehearse_exchange()

@@ -366,8 +366,8 @@ def test_values_that_clash_are_told(
 @pytest.mark.parametrize(
     ("words", "steps_per_epoch", "sentence"),
     [
-        ((), None, "Ends after 5 epochs."),
-        ((), 6, "Ends after 5 epochs = 30 steps."),
+        ((), None, "Ends after 4 epochs."),
+        ((), 6, "Ends after 4 epochs = 24 steps."),
         (("trainer.max_steps=120",), 6, "Ends after 120 steps."),
         (
             ("trainer.max_steps=120", "trainer.max_epochs=5"),

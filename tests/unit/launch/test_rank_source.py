@@ -72,7 +72,8 @@ def test_a_cluster_refuses_a_strategy_of_one_process() -> None:
 
 
 def test_a_name_that_no_machine_has_is_refused_once() -> None:
-    problems = checked(HOSTS, "node=c").problems
+    request = Request(Path.cwd(), Path.cwd())
+    problems = check(compose_config([*QUICK, HOSTS, "node=c"]), request).problems
     assert problems == ["`node` must be one of a, b, but is 'c' instead."]
 
 

@@ -177,7 +177,7 @@ def test_a_tracker_that_raises_is_given_up(
 
 def test_the_logger_of_the_guide_works(tmp_path: Path) -> None:
     """The class that the guide shows, as it is written there."""
-    text = (conf_dir().parent / "docs" / "guide" / "your-own.md").read_text(encoding="utf-8")
+    text = (conf_dir().parent / "docs" / "how-to" / "your-own.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# my_logger\.py.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)

@@ -267,7 +267,7 @@ SMALL = ("hardware=cpu", "model=mlp", "data=synthetic", "balancing=equal")
         (
             [f"optimizer._target_={__name__}.two_of_eps"],
             "optimizer",
-            {"lr": 0.002, "weight_decay": 0.01},
+            {"lr": 0.001, "weight_decay": 0.01},
         ),
         (["model=gpt", "model._target_=hetexp.model.mlp.MLP"], "model", {"dropout": 0.0}),
         (["data=text", "data._target_=hetexp.data.synthetic.Synthetic"], "data", {"sequence_length": 128}),

@@ -426,12 +426,12 @@ def test_the_slowest_phase_decides_by_its_median(clock: Clock) -> None:
     assert pacer.needed_scale(1.0) == pytest.approx(8.0, rel=LATE)
 
 
-def test_at_a_pace_the_longest_work_decides_without_the_delays(clock: Clock) -> None:
+def test_at_a_pace_the_usual_work_decides_without_the_delays(clock: Clock) -> None:
     model = Working(8, clock)
     pacer = paced(model, torch.zeros(2, 8))
     model(torch.zeros(SAMPLES, 8)).sum().backward()
     pacer.start(10.0)
-    for forward in (9.0, 3.0, 4.0, 3.0):
+    for forward in (9.0, 4.0, 4.0, 8.0):
         model.forward_seconds, model.backward_seconds = forward, 1.0
         model(torch.zeros(SAMPLES, 8)).sum().backward()
     assert pacer.needed_scale(1.0) == pytest.approx(4.0, rel=LATE)
