@@ -110,7 +110,7 @@ def fit_curve(points: Iterable[Point]) -> Fit:
     Raises:
         ValueError: there are no points, or one cannot have been measured.
     """
-    measured = _checked(points)
+    measured = sorted(_checked(points))
     sizes = sorted({size for size, _ in measured})
     medians = {size: statistics.median(s for n, s in measured if n == size) for size in sizes}
     if len(sizes) == 1:
@@ -212,6 +212,11 @@ class _Model:
         self.criterion = len(seconds) * math.log(variance) + numbers * math.log(len(seconds))
         """Bayesian information criterion: the less, the better."""
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether a pass over one sample takes some time, as that of any device does."""
+        return float(self.factors[0] + self.factors[1]) > 0
+
     def _columns(self, sizes: Sequence[int]) -> Floats:
         of = np.array(sizes, dtype=float)
         ends = np.minimum(of, self.kink or np.inf), np.maximum(of - (self.kink or np.inf), 0.0)
@@ -280,10 +285,11 @@ def _best_model(
     # At least two sizes lie on either side of the kink, whose own size counts on both.
     tried = _between(sizes[1], sizes[-2])
     for _ in range(2):  # over all sizes, then around the best
-        best = min((_Model(measured, medians, at, noise) for at in tried), key=lambda model: model.criterion)
+        models = [_Model(measured, medians, at, noise) for at in tried]
+        best = min(models, key=lambda model: (not model.takes_time, model.criterion))
         at = tried.index(best.kink or 0)
         tried = _between(tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)])
-    return best if best.criterion + KINK_PAYS < line.criterion else line
+    return best if best.takes_time and best.criterion + KINK_PAYS < line.criterion else line
 
 
 def _between(low: int, high: int) -> list[int]:

@@ -27,13 +27,15 @@ def modelled(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         values: a line of `metrics.jsonl`, whose speeds are in real seconds; its `time_scale` is the number of
-            real seconds of a modelled one, and is absent where no device is emulated.
+            real seconds of a modelled one, and is absent where no device is emulated. It returns as
+            `emulation/time_scale`.
     """
     scale = values.get("time_scale")
     if not scale:
         return dict(values)
     fast = {name for name in values if name.endswith(SPEEDS) and values[name] is not None}
-    return {name: value * scale if name in fast else value for name, value in values.items()}
+    names = {"time_scale": "emulation/time_scale"}
+    return {names.get(name, name): v * scale if name in fast else v for name, v in values.items()}
 
 
 def blank_summary(plan: Plan, status: str) -> dict[str, Any]:

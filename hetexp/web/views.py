@@ -12,6 +12,7 @@ from typing import Any
 
 from hetexp.core.lines import last_rows
 from hetexp.monitor.history import Series
+from hetexp.core.summary import modelled
 from hetexp.monitor.sample import host_name
 from hetexp.monitor.store import ACTIVE
 from hetexp.web import schemas
@@ -117,7 +118,7 @@ def metrics(row: Row, since_step: int, limit: int) -> list[Row]:
     if row["host"] != host_name():
         return []
     rows = []
-    for line in last_rows(Path(row["run_dir"]) / METRICS, _MOST_BYTES):
+    for line in map(modelled, last_rows(Path(row["run_dir"]) / METRICS, _MOST_BYTES)):
         if "step" not in line or line["step"] <= since_step:
             continue
         shown = {

@@ -66,7 +66,6 @@ def test_every_run_of_it_could_start_and_is_fair(name: str) -> None:
         raw = spec.raw
         assert all(device.emulated for device in spec.selection.devices)
         assert spec.selection.fallback is None
-        assert spec.config.hardware.time_scale is not None
         trainer = dict(raw["trainer"])
         assert trainer["max_epochs"] is None
         trainer.pop("seed")

@@ -55,6 +55,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine" / "inner.py").write_text(
         "class Inner:\n    def __init__(self, depth: int = 1): pass\n"
     )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:  # another test's
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
 
 

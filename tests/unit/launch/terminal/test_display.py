@@ -82,7 +82,7 @@ def test_speeds_of_a_line_of_metrics_are_modelled(scale: float | None) -> None:
     factor = scale or 1.0
     assert modelled(row | ({"time_scale": scale} if scale else {})) == row | (
         {
-            "time_scale": scale,
+            "emulation/time_scale": scale,
             "samples_per_second": 2.0 * factor,
             "device/emulated:0/samples_per_second": 1.5 * factor,
         }
