@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hetexp.core.lines import last_rows
-from hetexp.monitor.history import Series
 from hetexp.core.summary import modelled
+from hetexp.monitor.history import Series
 from hetexp.monitor.sample import host_name
 from hetexp.monitor.store import ACTIVE
 from hetexp.web import schemas
