@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetexp.core.call import call_model
+from hetexp.hardware.emulation.time_scale import least_scale
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +30,6 @@ MOST_PHASES = 64
 """Most phases of a kind whose real work is kept for the choice of a pace."""
 REST_MARGIN = 1.2
 """Time for the work behind a gradient ÷ its time in a rehearsal."""
-ACCEPTED_LATE = 0.003
-"""Share of the modelled time that phases may be late, so that a short one, as a small model's update, does
-not slow down all others."""
 
 
 class PassTimes(Protocol):
@@ -113,7 +111,7 @@ class Pacer:
             later = phases[1:] or phases
             typical = statistics.median(real for real, _ in later)
             kinds.append((typical * margin * len(later), sum(allowed for _, allowed in later)))
-        return _least_scale(kinds)
+        return least_scale(kinds)
 
     def shortest_pass(self) -> float:
         """Return the seconds of the shortest modelled forward or backward pass so far."""
@@ -220,24 +218,6 @@ class Pacer:
         self._modelled += allowed
         self._late += max(0.0, elapsed - allowed - GRAIN_SECONDS)
         self.paced.append((self._phase, elapsed, allowed))
-
-
-def _least_scale(kinds: Sequence[tuple[float, float]]) -> float:
-    """Return the least factor of the modelled times by which the work is late by `ACCEPTED_LATE` at most.
-
-    Args:
-        kinds: seconds of work and modelled seconds, which are above zero.
-    """
-    modelled = sum(allowed for _, allowed in kinds)
-
-    def late(scale: float) -> float:
-        return sum(max(0.0, work - scale * allowed) for work, allowed in kinds)
-
-    low, high = 0.0, max((work / allowed for work, allowed in kinds), default=0.0)
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if late(middle) <= ACCEPTED_LATE * middle * modelled else (middle, high)
-    return high
 
 
 class Marks(Protocol):
