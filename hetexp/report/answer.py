@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetexp.core.device import plain_name
 from hetexp.report.intervals import overlap
 from hetexp.report.results import Comparison, Interval, Variant
-from hetexp.report.variants import plain
 from hetexp.report.words import counted, interval_text, number
 
 
@@ -56,7 +56,7 @@ def _lead(best: Variant, count: int) -> str:
     assert speed is not None
     fast = f"{number(speed.mean, 4)} samples/s{_seeds(speed)}"
     if best.num_devices == 1 and count > 1:
-        name = plain(best.devices[0])
+        name = plain_name(best.devices[0])
         return f"`{best.label}`, the {name} alone, is the fastest of {count} variants: {fast}{emulated}."
     if gain is None or best.single_device is None or best.num_devices == 1:
         several = f" is the fastest of {count} variants:" if count > 1 else " trains"
@@ -64,14 +64,14 @@ def _lead(best: Variant, count: int) -> str:
     if gain.mean < 1:
         return (
             f"`{best.label}` is the fastest of {count} variants: {fast}{emulated}. But the "
-            f"{plain(best.single_device)} alone is {1 / gain.mean:.2f}× as fast."
+            f"{plain_name(best.single_device)} alone is {1 / gain.mean:.2f}× as fast."
         )
     equal = best.gain_over_equal
     more = ""
     if equal is not None and best.settings.get("balancing") != "equal":
         more = f", and {equal.mean:.2f}× as fast as with an equal split"
     return (
-        f"`{best.label}` trains {gain.mean:.2f}× as fast as the {plain(best.single_device)} alone"
+        f"`{best.label}` trains {gain.mean:.2f}× as fast as the {plain_name(best.single_device)} alone"
         f"{_seeds(gain, 3)}{more}{emulated}."
     )
 

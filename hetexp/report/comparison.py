@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hetexp.core.device import plain_name
 from hetexp.core.sweep.folder import of_a_run
 from hetexp.report.answer import answer_of
 from hetexp.report.notes import notes_of
 from hetexp.report.profiles import profiles_of
 from hetexp.report.results import Comparison, Variant
 from hetexp.report.runs import RunRecord, differing
-from hetexp.report.variants import plain, variants_of
+from hetexp.report.variants import variants_of
 from hetexp.report.weights_curve import curve_of
 
 SEED = "trainer.seed"
@@ -51,7 +52,7 @@ def compare(runs: Sequence[RunRecord], title: str) -> Comparison:
 def _source(variant: Variant | None) -> str | None:
     if variant is None or variant.single_device is None:
         return None
-    return f"{plain(variant.single_device)}, {variant.single_source}"
+    return f"{plain_name(variant.single_device)}, {variant.single_source}"
 
 
 def candidates(variants: Sequence[Variant]) -> list[Variant]:

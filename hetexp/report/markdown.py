@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetexp.core.device import plain_name
 from hetexp.core.summary import LOST_TO
 from hetexp.report.results import Comparison, DeviceProfile, Interval, Variant, WeightsCurve
 from hetexp.report.runs import TRACEBACK, RunRecord
-from hetexp.report.variants import label_of, plain
+from hetexp.report.variants import label_of
 from hetexp.report.words import UNKNOWN, interval_text, number, seconds
 
 LONGEST = 300
@@ -88,7 +89,7 @@ def _devices(variant: Variant) -> str:
     words = []
     for place, name in enumerate(variant.devices):
         shares = [share for devices in runs if (share := devices[place].get("share")) is not None]
-        words.append(f"{plain(name)} {sum(shares) / len(shares):.3f}" if shares else plain(name))
+        words.append(f"{plain_name(name)} {sum(shares) / len(shares):.3f}" if shares else plain_name(name))
     return " + ".join(words)
 
 
@@ -144,22 +145,22 @@ def _curve(curve: WeightsCurve | None) -> str:
         for point in curve.points
     ]
     text = (
-        f"Of the splits tried, {plain(curve.device)} with a share of {number(curve.optimum_share, 3)} is the "
-        f"fastest: {number(curve.optimum_samples_per_second, 4)} samples/s."
+        f"Of the splits tried, {plain_name(curve.device)} with a share of {number(curve.optimum_share, 3)} "
+        f"is the fastest: {number(curve.optimum_samples_per_second, 4)} samples/s."
     )
     if curve.predicted_optimum_share is not None:
         text += (
             f" Predicted from {curve.predicted_source}: {number(curve.predicted_optimum_share, 3)}, "
             f"{number(max(speed for _, speed in curve.predicted), 4)} samples/s."
         )
-    return f"{text}\n\n{_table([['split', f'share of {plain(curve.device)}', 'samples/s'], *rows])}"
+    return f"{text}\n\n{_table([['split', f'share of {plain_name(curve.device)}', 'samples/s'], *rows])}"
 
 
 def _profiles(profiles: Sequence[DeviceProfile]) -> str:
     header = ["device", "samples/s alone", "of the fastest", "fixed, a pass", "a sample more"]
     rows = [
         [
-            plain(profile.device) + (" (emulated)" if profile.emulated else ""),
+            plain_name(profile.device) + (" (emulated)" if profile.emulated else ""),
             number(profile.samples_per_second, 4),
             f"{profile.relative_speed:.3f}",
             seconds(profile.fixed_seconds, 4),
@@ -179,7 +180,7 @@ def _device_speeds(variants: Sequence[Variant]) -> str:
     rows = [
         [
             _name(variant),
-            plain(device) + (" (emulated)" if variant.emulated else ""),
+            plain_name(device) + (" (emulated)" if variant.emulated else ""),
             number(speed, 4),
             f"{speed / max(variant.device_speeds.values()):.3f}",
         ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from hetexp.core.device import plain_name
 from hetexp.report.baselines import CALIBRATED, OWN
 from hetexp.report.diagram.picture import strategy_problems
 from hetexp.report.figures import eval_loss
 from hetexp.report.profiles import fault_of
 from hetexp.report.results import Comparison, Variant
 from hetexp.report.runs import RunRecord
-from hetexp.report.variants import label_of, plain
+from hetexp.report.variants import label_of
 from hetexp.report.words import counted, number
 
 FEW = 4
@@ -166,7 +167,7 @@ def _left_out(variants: Sequence[Variant]) -> Iterator[str]:
     for variant in variants:
         left_out = all_devices[variant.runs[0].setting("hardware")] - set(variant.devices)
         if variant.efficiency is not None and left_out:
-            names.append(f"`{variant.label}` ({', '.join(plain(name) for name in sorted(left_out))})")
+            names.append(f"`{variant.label}` ({', '.join(plain_name(name) for name in sorted(left_out))})")
     if names:
         yield f"Devices were left out in {_few(names)}: the efficiency is of the participating devices."
 
@@ -175,7 +176,9 @@ def _baselines(comparison: Comparison) -> Iterator[str]:
     single = [variant for variant in comparison.variants if variant.single_device is not None]
     figures = [variant for variant in single if variant.single_source in (CALIBRATED, OWN)]
     if figures:
-        sources = [f"{plain(str(variant.single_device))}, {variant.single_source}" for variant in figures]
+        sources = [
+            f"{plain_name(str(variant.single_device))}, {variant.single_source}" for variant in figures
+        ]
         base = _few(dict.fromkeys(sources))
         bias = (
             " Its own work beside others makes a device look slower than alone."
@@ -199,7 +202,7 @@ def _provenance(runs: Sequence[RunRecord]) -> Iterator[str]:
     for run in runs:
         by_option.setdefault(run.setting("hardware"), set()).update(run.device_names)
     if len({frozenset(names) for names in by_option.values()}) > 1:
-        listed = _few(sorted({plain(name) for names in by_option.values() for name in names}))
+        listed = _few(sorted({plain_name(name) for names in by_option.values() for name in names}))
         yield f"The runs are not all of the same devices ({listed}): the table says which."
     measured = _different((run.summary.get("calibration") or {}).get("measured_at") for run in runs)
     if len(measured) > 1:

@@ -102,12 +102,7 @@ def _kind(group: Sequence[RunRecord]) -> str:
 
 
 def _cards(group: Sequence[RunRecord]) -> str:
-    return "on " + " + ".join(plain(name) for name in group[0].device_names)
-
-
-def plain(name: str) -> str:
-    """Return a device's name without its mark `(emulated)`."""
-    return plain_name(name)
+    return "on " + " + ".join(plain_name(name) for name in group[0].device_names)
 
 
 def _variant(

@@ -141,7 +141,7 @@ class Display:
         Args:
             done: stages of `MEASURING` that all ranks have ended.
         """
-        names = ", ".join(device.name.replace(" (emulated)", "") for device in self.plan.devices)
+        names = ", ".join(plain_name(device.name) for device in self.plan.devices)
         number, seconds = min(done + 1, len(MEASURING)), time.monotonic() - self._began
         text = f"{MEASURING[number - 1][0]} ({number} of {len(MEASURING)}), {seconds:.0f} s …"
         self._bar.update(
