@@ -6,8 +6,9 @@ the `backend` of its devices: the plan carries it, so that each rank can import 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import ConfigError, must_be
@@ -62,6 +63,16 @@ def backend_class(name: str) -> type[FaultyBackend]:
 def accelerators() -> tuple[str, ...]:
     """Return the backends that detection asks for cards: hetexp's, then the user's by dotted path."""
     return (*ACCELERATORS, *_added)
+
+
+def driver_is_loaded(name: str, exists: Callable[[str], bool] = os.path.exists) -> bool | None:
+    """Return whether a driver of a backend's cards is loaded under Linux; `None` if that is not known.
+
+    Args:
+        exists: whether a file of the machine exists.
+    """
+    drivers = backend_class(name).drivers
+    return any(map(exists, drivers)) if drivers else None
 
 
 def add_backends(paths: Sequence[str], key: str = _KEY) -> list[str]:

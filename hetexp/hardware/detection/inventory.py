@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from hetexp.hardware.backend import accelerators, backend_class
+from hetexp.hardware.backend import accelerators, backend_class, driver_is_loaded
 from hetexp.hardware.base import Gauge
 from hetexp.hardware.detection.builds import TorchBuild, known_builds
 from hetexp.hardware.detection.detected import DetectedCard
@@ -56,8 +56,8 @@ def detect(
         cards += backend.cards(machine, [card for card in on_bus if card.vendor == backend.vendor])
     inventory = Inventory(numbered(cards), builds=list(builds))
     for name in accelerators():
-        drivers = backend_class(name).drivers if machine.platform == "linux" else ()
-        if drivers and not any(machine.path(driver).exists() for driver in drivers):
+        loaded = driver_is_loaded(name, lambda file: machine.path(file).exists())
+        if machine.platform == "linux" and loaded is False:
             inventory.without_driver.append(name)
         places = [i for i, card in enumerate(inventory.cards) if card.spec.backend == name]
         marked, problems = backend_class(name).hide([inventory.cards[i] for i in places], machine)

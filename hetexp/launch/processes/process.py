@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import hetexp
 from hetexp.core.config import Config
-from hetexp.hardware.backend import VISIBILITY
+from hetexp.hardware.backend import VISIBILITY, accelerators, driver_is_loaded
 from hetexp.launch.environments.interpreter import RUN_WORKER, is_own
 from hetexp.launch.processes.parent_death import die_with_parent, end_with_launcher
 from hetexp.plan.exchange_checks import OTHER_JOBS
@@ -32,8 +32,6 @@ WORKER = "hetexp.worker"
 PRELOADED: tuple[str, ...] = ("hetexp.launch.processes.preload", WORKER)
 """Modules that the fork server imports: all that a rank uses."""
 CPU_BACKENDS = frozenset({"cpu", "emulated"})
-CARD_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
-"""Files that exist once a card's driver is loaded."""
 LAUNCHER_PID = "HETEXP_LAUNCHER_PID"
 CLUSTER_TOKEN = "HETEXP_CLUSTER_TOKEN"
 """Variable with the secret of a cluster's machines, which is removed from the environment of ranks."""
@@ -193,7 +191,7 @@ def import_ahead(config: Config, backends: Sequence[str] | None = None) -> None:
     """
     method = config.launch.start_method
     if backends is None:
-        backends = [] if any(map(os.path.exists, CARD_DRIVERS)) else ["cpu"]
+        backends = [] if any(map(driver_is_loaded, accelerators())) else ["cpu"]
     forks = method == "auto" and not config.comm.env and any(may_fork([backend]) for backend in backends)
     if (forks or method == "forkserver") and not (config.plan_only or config.cluster.hosts):
         start_fork_server()
