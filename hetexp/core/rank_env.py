@@ -86,9 +86,8 @@ def find_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return _of_torch(environ)
     if environ.get("SLURM_PROCID") and environ.get("SLURM_NTASKS", "1") != "1":
-        if environ.get("SLURM_JOB_ID") and not any(
-            environ.get(name) for name in _STEP
-        ):  # a batch script's own
+        in_step = any(environ.get(name) for name in _STEP)
+        if environ.get("SLURM_JOB_ID") and not in_step:  # a batch script's own
             raise ConfigError(
                 f"`SLURM_PROCID` ({environ['SLURM_PROCID']}) and `SLURM_NTASKS` ({environ['SLURM_NTASKS']}) "
                 "must be those of a task of srun, but `SLURM_STEP_ID` is not set: no other rank would come. "

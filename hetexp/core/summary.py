@@ -18,8 +18,8 @@ LOADING_MATTERS = 0.05
 
 LEAST_STEPS = 20
 """Fewest steps after the warm-up that show how fast a run is."""
-SPEEDS = ("samples_per_second", "samples_per_s")
-"""Last words of the names of a metric or a field of the summary that is a speed."""
+SPEED = "samples_per_second"
+"""Last word of the name of a metric that is a speed."""
 
 
 def modelled(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def modelled(values: Mapping[str, Any]) -> dict[str, Any]:
     scale = values.get("time_scale")
     if not scale:
         return dict(values)
-    fast = {name for name in values if name.endswith(SPEEDS) and values[name] is not None}
+    fast = {name for name in values if name.endswith(SPEED) and values[name] is not None}
     names = {"time_scale": "emulation/time_scale"}
     return {names.get(name, name): v * scale if name in fast else v for name, v in values.items()}
 
@@ -79,7 +79,7 @@ def blank_summary(plan: Plan, status: str) -> dict[str, Any]:
         "predicted_step_s": None,
         "measured_step_s": None,
         "measured_steps": None,
-        "fastest_alone": {"device": None, "samples_per_s": None, "gain": None, "source": None},
+        "fastest_alone": {"device": None, "samples_per_s": None, "gain": None},
         "loading": {"wait_s": None, "load_s": None, "workers": None},
         "splits": None,
         "comm": {

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BUCKET_BYTES = 2**20
 """torch's default for the first bucket, which leaves sooner than the others."""
-LEAST_HALVED_BYTES = 2**17
+LEAST_DIVIDED_BYTES = 2**17
 """Fewest bytes of gradients for which a second exchange costs less than it hides."""
 
 
@@ -42,8 +42,8 @@ class DDP(Strategy):
     Args:
         find_unused_parameters: whether parameters may stay without a gradient in a step.
         bucket_cap_mb: size of a bucket of gradients, in MiB. Smaller buckets leave earlier, larger ones cost
-            less each. `None`: 25; half of a model's gradients if they are at most 2 MiB, so that the first
-            half is exchanged during backward.
+            less each. `None`: 25; two thirds of a model's gradients if they are at most 2 MiB, so that these
+            are exchanged during backward.
         static_graph: whether every step runs the same graph, which several microbatches a step break.
         gradient_as_bucket_view: whether gradients lie in the buckets, without a second copy.
         broadcast_buffers: whether all ranks take rank 0's buffers at the start of each step.
@@ -124,8 +124,8 @@ class DDP(Strategy):
     def bucket_cap_bytes(self, gradient_bytes: int) -> int:
         if self.bucket_cap_mb is not None:
             return int(self.bucket_cap_mb * 2**20)
-        halved = LEAST_HALVED_BYTES <= gradient_bytes <= 2 * FIRST_BUCKET_BYTES
-        return gradient_bytes * 2 // 3 if halved else BUCKET_CAP_BYTES
+        divided = LEAST_DIVIDED_BYTES <= gradient_bytes <= 2 * FIRST_BUCKET_BYTES
+        return gradient_bytes * 2 // 3 if divided else BUCKET_CAP_BYTES
 
     def unwrap(self, module: nn.Module, model: nn.Module) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel

@@ -96,7 +96,6 @@ def _beside_fastest(summary: dict[str, Any], alone: Sequence[float], scale: floa
             "device": summary["devices"][best]["id"],
             "samples_per_s": speed,
             "gain": summary["samples_per_s"] / speed,
-            "source": "run",
         }
     }
 

@@ -51,7 +51,7 @@ def test_it_keeps_a_token_and_a_file_that_are_there(folder: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "shown"),
     [
         ([], "The input must answer five questions, but ends before. --yes takes the answers in brackets"),
         (["--host", "a"], "`--host` must be NAME=…, but is 'a' instead."),
@@ -62,16 +62,16 @@ def test_it_keeps_a_token_and_a_file_that_are_there(folder: Path, capsys: pytest
         (["--host", "a=1.1.1.1", "--host", "b=1.1.1.2", "--name", "none"], "`--name` must be a word"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_what_is_wrong_is_said(
     arguments: list[str],
-    told: str,
+    shown: str,
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
     assert main(arguments) == 2
-    assert told in capsys.readouterr().err
+    assert shown in capsys.readouterr().err
     assert not (folder / "conf").exists()
 
 
@@ -113,13 +113,13 @@ def test_several_machines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert default_token_file().exists()
 
 
-def test_all_wrong_answers_are_told(
+def test_all_wrong_answers_are_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answered(monkeypatch, "nvidia_arcs", "", "resnet", "", "mlflow")
     assert main([]) == 2
-    told = capsys.readouterr().err
+    shown = capsys.readouterr().err
     for part in ("`hardware` must be one of", "`model` must be one of", "`logger` must be one of"):
-        assert part in told
-    assert "my.Net" in told
+        assert part in shown
+    assert "my.Net" in shown
     assert not (folder / "conf").exists()

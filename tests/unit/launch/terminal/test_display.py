@@ -33,7 +33,7 @@ def summary_of(**changes: Any) -> dict[str, Any]:
         "measured_steps": LEAST_STEPS,
         "solo_samples_per_s": 150.0,
         "efficiency": 130 / 150,
-        "fastest_alone": {"device": "emulated:0", "samples_per_s": 100.0, "gain": 1.3, "source": "run"},
+        "fastest_alone": {"device": "emulated:0", "samples_per_s": 100.0, "gain": 1.3},
         "steps": 92,
         "samples": 5748,
         "wall_s": 38.4,
