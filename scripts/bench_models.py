@@ -102,6 +102,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
                     steps=0,
                     log_every=arguments.log_every,
                     folder="",
+                    first_card=arguments.first_card,
                 )
                 for workers in arguments.workers
             ]
@@ -175,7 +176,7 @@ def in_ranks(job: Job, way: str, arguments: argparse.Namespace) -> tuple[list[Ro
 def words_of(job: Job, threads: int) -> list[str]:
     """Return the overrides that both of hetexp's ways share."""
     numbers_ = range(job.world_size)
-    names = [f"cuda:{number % job.num_cards}" if job.on_card else "cpu" for number in numbers_]
+    names = [f"cuda:{job.card(number)}" if job.on_card else "cpu" for number in numbers_]
     several = job.world_size > 1
     sync = [f"strategy.sync_batch_norm={str(job.task.sync_batch_norm).lower()}"] if several else []
     return [
@@ -277,6 +278,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--cards", "--ranks", dest="cards", type=int, default=1, help="ranks")
+    parser.add_argument("--first-card", type=int, default=0, help="number of the first rank's card")
     parser.add_argument("--only", type=names_of(TASKS), default=list(OTHERS), help=", ".join(TASKS))
     parser.add_argument("--ways", type=names_of(WAYS), default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--workers", type=numbers, default=[0, 4], help="loader processes of a rank")

@@ -43,6 +43,8 @@ class Job:
     log_every: int
     folder: str
     learning_rate: float = 1e-4
+    first_card: int = 0
+    """Number of the card of rank 0."""
 
     @property
     def task(self) -> Task:
@@ -56,6 +58,10 @@ class Job:
     def num_samples(self) -> int:
         """Samples of the data set, all of which one epoch takes."""
         return self.global_batch * self.steps
+
+    def card(self, rank: int) -> int:
+        """Return the number of a rank's card."""
+        return (self.first_card + rank) % self.num_cards
 
     def written(self) -> str:
         return json.dumps(asdict(self))
@@ -130,7 +136,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 def plain(job: Job, rank: int) -> None:
     """Train with torch alone, by `DistributedDataParallel` if there are several ranks."""
-    device = torch.device("cuda", rank % job.num_cards) if job.on_card else torch.device("cpu")
+    device = torch.device("cuda", job.card(rank)) if job.on_card else torch.device("cpu")
     if job.on_card:
         torch.cuda.set_device(device)
     data = data_of(job.model, job.tiny, job.num_samples)
@@ -162,6 +168,8 @@ def with_accelerate(job: Job, rank: int) -> None:
     """Train with Accelerate."""
     from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 
+    if job.on_card:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = f"cuda:{job.card(rank)}"
     accelerator = Accelerator(
         cpu=not job.on_card,
         mixed_precision="bf16" if job.precision == "bfloat16" else "no",
