@@ -175,10 +175,14 @@ class ScriptStep:
         if self.is_last:
             self._normalizer.start(self.count)
         if counted:
-            total = widened(loss).sum() * (counted if reduction == "mean" else 1)
+            total, weight = widened(loss).sum(), counted if reduction == "mean" else 1
+            self.loss_sum += (total.detach() * weight).to(self.loss_sum)
+            if self._num_passes == 1 and self._state.communicator.world_size == 1:
+                # No count is missing: the loss takes the factor, for which all gradients would be read.
+                factor, self.global_count = self._normalizer.factor()
+                weight, self._factor = weight * factor, 1.0
             self._outputs.clear()  # backward does not need them, and logits may be a step's largest tensors
-            self._backward(total)
-            self.loss_sum += total.detach().to(self.loss_sum)
+            self._backward(total * weight)
         else:
             self._backward_zeros()
         self._end_backward()
@@ -247,6 +251,8 @@ class ScriptStep:
         factor = self._factor
         if factor is None:
             factor, self.global_count = self._normalizer.factor()
+        if factor == 1.0:
+            return
         gradients = [p.grad for p in self._state.parameters if p.grad is not None]
         if dense := [g for g in gradients if not g.is_sparse]:
             scale_all_(dense, factor)

@@ -75,6 +75,18 @@ def test_the_loop_is_the_plain_one(loop: Loop, options: dict[str, int]) -> None:
     assert max(map(difference, weights, reference)) <= 1e-12
 
 
+def test_a_gradient_of_one_pass_is_plain_torchs_to_the_bit() -> None:
+    """Without other ranks and microbatches no gradient is scaled, which may round and takes time."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(5, 3), TensorDataset(torch.randn(49, 5), torch.randint(3, (49,)))
+    run = hetexp.setup(model, torch.optim.SGD(model.parameters()), data, global_batch_size=49, seed=5)
+    for inputs, targets in run.batches():
+        run.backward(nn.functional.cross_entropy(run.model(inputs), targets))
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        expected = torch.autograd.grad(loss, tuple(model.parameters()))
+        assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+
+
 def test_a_sum_is_no_mean(tmp_path: Path) -> None:
     model, optimizer, data = own_loop.make("rows")
     run = hetexp.setup(model, optimizer, data, global_batch_size=32, seed=own_loop.SEED, microbatch_size=7)
