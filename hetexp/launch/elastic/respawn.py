@@ -13,10 +13,14 @@ from hetexp.core.device import DeviceSpec
 from hetexp.core.epoch import prepared_key
 from hetexp.core.errors import SetupError
 from hetexp.core.plan import Plan
+from hetexp.hardware.backends.cpu import cpu_count
 from hetexp.launch.elastic.membership import Membership, write_plan
 from hetexp.launch.processes.hosts import is_here
 from hetexp.launch.processes.members import Member, start_member, start_of
 from hetexp.launch.processes.spare import Spares
+
+CORES_A_RANK = 4
+"""Of a host on which imports slow down no rank."""
 
 Report = Callable[[bool, str], None]
 """Callback(joined, message)."""
@@ -132,14 +136,15 @@ class Respawns:
     def keep_spare(self) -> None:
         """Keep processes waiting for the next lost devices, if the configuration allows it.
 
-        Its start does not slow down a device that joins.
+        Their imports do not slow down a device that joins: on a host of few cores they wait until it has.
         """
         fault, whole = self._config.fault, self._membership.whole
         here = [rank for rank, device in enumerate(whole.devices) if is_here(device)]
         wanted = fault.spare
         if wanted is None:
             wanted = any(whole.devices[rank].backend not in ("cpu", "emulated") for rank in here)
-        if wanted and fault.respawn and whole.world_size > 1 and not (self._arriving or self._joining):
+        joining = bool(self._arriving or self._joining) and cpu_count() < CORES_A_RANK * len(here)
+        if wanted and fault.respawn and whole.world_size > 1 and not joining:
             path = Path(whole.run_dir) / "plan.json"
             self._spares.keep(start_of(whole, path, rank) for rank in here)
 
