@@ -50,6 +50,8 @@ class Cached:
     exchange: Exchange
     measured_at: str
     """ISO 8601, UTC."""
+    time_scale: float | None = None
+    """The pace of emulated devices at that time."""
 
     def reason(self) -> str:
         """Return the sentence for the plan."""
@@ -66,7 +68,10 @@ def find(plan: Plan, config: Config) -> Cached | None:
         return None
     *_, (name, facts) = _entries(plan, config)
     entry = _read(name, facts)
-    return Cached(*_measured(entry["calibration"]), entry["measured_at"]) if entry is not None else None
+    if entry is None:
+        return None
+    measured = entry["calibration"]
+    return Cached(*_measured(measured), entry["measured_at"], measured.get("time_scale"))
 
 
 def known_devices(plan: Plan, config: Config) -> list[DeviceCalibration | None]:

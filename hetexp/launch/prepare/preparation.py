@@ -149,6 +149,7 @@ class Preparation:
         entries = calibrations.names(plan, config)
         source = {"measured_at": measured_at, "cached": cached is not None, "entries": entries}
         source["time_scale"] = scale  # of this moment; an earlier run's machine may have been less busy
+        source["earlier_time_scale"] = cached.time_scale if cached is not None else None
         return calibrated_plan(plan, devices, exchange, choice, source, first_line)
 
     def _before_measuring(self, plan: Plan, memory: RunMemory | None) -> Plan:

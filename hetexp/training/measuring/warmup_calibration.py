@@ -19,7 +19,7 @@ from hetexp.training.state import Progress, TrainState
 WARMUP_STEPS, PACED_STEPS = 4, 4
 """Steps at full speed, and then at the pace that these allow."""
 COLD_STEPS = 2
-"""Steps of a new process that are slower than later ones, where an earlier process measured the pace."""
+"""Steps of a new process that are slower than later ones, where an earlier process or run found a pace."""
 
 
 def calibrate_time_scale(
@@ -37,17 +37,17 @@ def calibrate_time_scale(
     if not state.plan.paced:
         return None
     scale: float | None = state.config.hardware.time_scale
-    run = real_steps or _real_steps
-    if scale is None and (measured := (state.plan.calibration or {}).get("time_scale")) is not None:
-        scale = measured
+    run, known = real_steps or _real_steps, state.plan.calibration or {}
+    if scale is None and known.get("time_scale") is not None:
+        scale = known["time_scale"]
         with restored_after(state):
             run(state, COLD_STEPS)
     elif scale is None:
+        earlier = known.get("earlier_time_scale")
         with restored_after(state):
-            run(state, WARMUP_STEPS)
+            run(state, WARMUP_STEPS if earlier is None else COLD_STEPS)
             links = max((link.real_ratio() for link in state.engine.paced_links), default=0.0)
-            first = _slowest(state, links * SCALE_MARGIN)
-            _start_pacing(state, first)
+            _start_pacing(state, _slowest(state, links * SCALE_MARGIN) if earlier is None else earlier)
             run(state, PACED_STEPS)
             scale = _slowest(state, links * SCALE_MARGIN)
     _start_pacing(state, scale)
