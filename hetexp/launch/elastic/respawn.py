@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.epoch import prepared_key
+from hetexp.core.epoch import SignedStore, prepared_key
 from hetexp.core.errors import SetupError
 from hetexp.core.plan import Plan
 from hetexp.launch.elastic.membership import Membership, write_plan
@@ -59,7 +58,7 @@ class Respawns:
         self,
         membership: Membership,
         config: Config,
-        store: Any,
+        store: SignedStore,
         started: list[Member],
         show: Callable[[str], None],
     ) -> None:
@@ -125,7 +124,7 @@ class Respawns:
                 )
                 if arrival.newcomer is None:
                     self.after_loss(arrival.device)
-            elif not self._membership.forming and self._store.check([prepared_key(arrival.member.number)]):
+            elif not self._membership.forming and self._store.read(prepared_key(arrival.member.number)):
                 self._arriving.remove(arrival)
                 self._join(arrival, arrival.member.number)
 
@@ -141,7 +140,7 @@ class Respawns:
             wanted = any(whole.devices[rank].backend not in ("cpu", "emulated") for rank in here)
         if wanted and fault.respawn and whole.world_size > 1 and not (self._arriving or self._joining):
             path = Path(whole.run_dir) / "plan.json"
-            self._spares.keep(start_of(whole, path, rank) for rank in here)
+            self._spares.keep(start_of(whole, path, rank, self._store.secret) for rank in here)
 
     def close(self) -> None:
         """End the processes that wait for a lost device."""
@@ -184,7 +183,14 @@ class Respawns:
         try:
             write_plan(plan, path)
             arrival.member = start_member(
-                plan, path, rank, self._config.launch.start_method, number, True, self._spares
+                plan,
+                path,
+                rank,
+                self._config.launch.start_method,
+                self._store.secret,
+                number,
+                True,
+                self._spares,
             )
         except (SetupError, OSError) as error:  # the others go on without it
             self._arriving.remove(arrival)
