@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hetexp.comm.connections.lost import is_peer_lost
 from hetexp.core import start_up
 from hetexp.core.config import Config, read_config
+from hetexp.core.epoch import SignedStore
 from hetexp.core.errors import ConfigError, HetexpError, StartRefusedError, UsageError
 from hetexp.core.files import no_room, write_json
 from hetexp.core.plan import Plan
@@ -38,7 +39,7 @@ from hetexp.launch.processes.failure import (
     write_failure,
 )
 from hetexp.launch.processes.parent_death import die_with_parent, end_with_launcher
-from hetexp.launch.processes.process import LAUNCHER_PID
+from hetexp.launch.processes.process import LAUNCHER_PID, RUN_SECRET
 from hetexp.launch.processes.spare import wait_for_order
 
 HURRIED_SECONDS = 0.5
@@ -211,6 +212,11 @@ def _leave(*_: object) -> None:
     raise _Terminated(143)
 
 
+def _take_secret() -> str:
+    """Return the run's secret, which the processes that this rank starts do not get."""
+    return os.environ.pop(RUN_SECRET, "")
+
+
 class _Rank:
     """The objects of one rank, in the order in which it builds them.
 
@@ -224,6 +230,7 @@ class _Rank:
         self.state: TrainState | None = None  # held until the process ends, see `end`
         self.progress: Progress | None = None
         self._launcher_stamps = "[]"
+        self._secret = _take_secret()
         self._recovery: RankRecovery | None = None
         self._save_seconds: float | None = None
         """Longest wait for a save under way at the end; `None`: `fault.stop_seconds`."""
@@ -261,7 +268,8 @@ class _Rank:
         config = read_config(self.plan.config)
         store = connect_store(self.plan.store_host, self.plan.store_port, config.launch.timeout_seconds)
         store.set(f"hello/{self.member}", platform.node())
-        self._recovery = recovery = RankRecovery(store, self.member)
+        self._recovery = recovery = RankRecovery(store, self.member, self._secret)
+        signed = SignedStore(store, self._secret)
         if self.newcomer:
             state = build_newcomer(self.plan, config, self.rank, self.member, store)
             self.state, self.progress = state, Progress()
@@ -274,11 +282,11 @@ class _Rank:
         start_up.ended("rank 0: pace of emulation")
         if self.plan.measuring:
             if self.rank == 0:
-                store.set(READY, "0")
+                signed.write(READY, "0")
             measured = calibrate(state, store)
             start_up.ended("rank 0: measuring")
             if self.rank == 0:
-                store.set(start_up.KEY, start_up.own())
+                signed.write(start_up.KEY, start_up.own())
                 write_json(Path(self.plan.run_dir) / CALIBRATION, measured)
             state.communicator.close()
             return
@@ -288,9 +296,8 @@ class _Rank:
             count = most_checkpoints(config, self.progress.step, state.total_steps)
             check_checkpoint_space(state.checkpoints, needed, count)
             state.loggers = start_loggers(state)
-            store.set(READY, str(state.total_steps))
-            if store.check([start_up.KEY]):  # another engine's ranks have no launcher
-                self._launcher_stamps = store.get(start_up.KEY).decode()
+            signed.write(READY, str(state.total_steps))
+            self._launcher_stamps = signed.read(start_up.KEY) or "[]"  # another engine's ranks have none
         start_up.ended("rank 0: loggers")
         self._train(recovery)
 
@@ -337,7 +344,7 @@ class _Rank:
         def status() -> tuple[int | None, str]:
             return self.step, self.state.doing if self.state is not None else ""
 
-        beat(store, self.member, config.fault.heartbeat_seconds, status)
+        beat(SignedStore(store, self._secret), self.member, config.fault.heartbeat_seconds, status)
 
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
         """End a save that is under way and close the loggers; safe to call at any time and twice."""
@@ -402,7 +409,8 @@ class _ScriptRank:
         limit = config.launch.timeout_seconds
         store = connect_store(self.plan.store_host, self.plan.store_port, limit)
         store.set(f"hello/{self.rank}", platform.node())
-        self.launched = Launched(self.plan, self.rank, store, lambda: store.set(READY, "0"))
+        signed = SignedStore(store, _take_secret())
+        self.launched = Launched(self.plan, self.rank, store, lambda: signed.write(READY, "0"))
         begin_as(self.launched)
         sys.argv = [self.plan.script, *self.plan.script_arguments]
         sys.path.insert(0, str(Path(self.plan.script).parent))

@@ -2,13 +2,22 @@
 
 Only the launcher decides it. Each decision is an epoch in the launcher's store, for which the ranks form
 their group again. Epoch 0 is the plan of the run's start, and is not in the store.
+
+Any process that reaches the store's port may write there, but only the launcher and its ranks can sign.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
+import logging
 from dataclasses import asdict, dataclass
+from typing import Any
 
+log = logging.getLogger(__name__)
+
+_MAC_DIGITS = 64
+"""Hexadecimal digits of an HMAC-SHA256."""
 LATEST = "epoch/latest"
 """Store key of the newest epoch's number."""
 LATEST_REQUEST = "request/latest"
@@ -89,6 +98,42 @@ class Request:
     @classmethod
     def from_json(cls, text: str | bytes) -> Request:
         return cls(**json.loads(text))
+
+
+class SignedStore:
+    """A view of the store that contains only what the launcher and the ranks of its run have signed.
+
+    The signature is an HMAC-SHA256 over key and value. The key of an epoch, a request or an answer has its
+    number, and each store has a secret of its own, so that a value counts in one place alone.
+
+    Args:
+        store: a connection to it.
+        secret: in hexadecimal digits; empty: no launcher runs these ranks, so that nothing counts as signed.
+    """
+
+    def __init__(self, store: Any, secret: str) -> None:
+        self._store, self.secret = store, secret
+        self._refused: set[str] = set()
+
+    def write(self, key: str, text: str) -> None:
+        """Write a value with its signature."""
+        self._store.set(key, self._signature(key, text.encode()) + text)
+
+    def read(self, key: str) -> str | None:
+        """Return a value; `None` if there is none, or if another process wrote it, which is logged once."""
+        if not self._store.check([key]):
+            return None
+        raw: bytes = self._store.get(key)
+        signature, text = raw[:_MAC_DIGITS], raw[_MAC_DIGITS:]
+        if self.secret and hmac.compare_digest(signature, self._signature(key, text).encode()):
+            return text.decode()
+        if key not in self._refused:
+            self._refused.add(key)
+            log.warning("`%s` in the run's store must be signed by the run, but is not: it is ignored.", key)
+        return None
+
+    def _signature(self, key: str, text: bytes) -> str:
+        return hmac.new(self.secret.encode(), key.encode() + b"\0" + text, "sha256").hexdigest()
 
 
 def plan_key(number: int) -> str:

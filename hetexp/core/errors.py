@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+
+_PASSWORD = re.compile(
+    r"(?<=://)([^\s:/@]*:)[^\s@]*(?=@)|([?&][^\s=&]*(?:pass|%)[^\s=&]*=)[^\s&'\"]*", re.IGNORECASE
+)
+"""Password of a URL, and of its query, whose keys may have escapes."""
 
 
 class HetexpError(Exception):
@@ -23,11 +29,12 @@ class ConfigError(HetexpError):
     """One or more configuration values cannot be used; all of them are listed at once.
 
     Args:
-        problems: one sentence for each, with key, value and accepted values.
+        problems: one sentence for each, with key, value and accepted values; passwords of URLs are masked.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        problems = [problems] if isinstance(problems, str) else problems
+        self.problems = [_PASSWORD.sub(r"\1\2***", problem) for problem in problems]
         super().__init__("\n".join(self.problems))
 
     def __str__(self) -> str:

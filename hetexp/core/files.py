@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -152,6 +153,22 @@ def folder_problem(path: Path) -> str:
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE:
         return f"only {free / 2**20:.1f} MiB are free in {existing}: logs and metrics alone need more."
+    return ""
+
+
+def of_others(*paths: Path) -> str:
+    """Return why another user could have written one of some files or folders; empty if none could.
+
+    Those of root count as safe, and so do those that the user's own group may write.
+    """
+    if not hasattr(os, "geteuid"):
+        return ""
+    for path in paths:
+        status = path.stat()
+        group = stat.S_IWGRP if status.st_gid != os.getegid() else 0
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWOTH | group):
+            owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
+            return f"{path} must be writable by you alone, but belongs to user {owner} with mode {mode:o}"
     return ""
 
 

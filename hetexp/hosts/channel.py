@@ -168,6 +168,15 @@ class Channel:
         self._received += 1
         return _parsed(body)
 
+    def hidden(self, secret: str, nonce: str) -> str:
+        """Return 32 bytes in hexadecimal digits such that others cannot read them; twice returns the secret.
+
+        Args:
+            nonce: a random text that no other call for this connection has.
+        """
+        pad = hmac.digest(self._key, b"hidden" + nonce.encode(), "sha256")
+        return bytes(a ^ b for a, b in zip(bytes.fromhex(secret), pad, strict=True)).hex()
+
     def listen(
         self, silence_seconds: float, receive: Callable[[dict[str, Any]], None], lost: Callable[[str], None]
     ) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hetexp.core.epoch import SignedStore
 from hetexp.core.errors import SetupError
 from hetexp.core.rank_env import ENGINE, OTHERWISE, RankEnv
 from hetexp.hosts.channel import connect_within
 from hetexp.hosts.this_host import local_addresses
+from hetexp.launch.processes.process import CLUSTER_TOKEN
 from hetexp.torch_private import default_store
 
 POLL_SECONDS = 0.05
@@ -49,6 +51,8 @@ class EngineStore:
         if has_group:
             dist.destroy_process_group()
         self._store = dist.PrefixStore(f"hetexp/{rank_env.attempt}", root)
+        # A command names classes to build. No engine gives its ranks a secret, but the user may.
+        self._signed = SignedStore(self._store, os.environ.get(CLUSTER_TOKEN, ""))
         self.address = _address_towards(rank_env)
         """Of this host, as the others reach it."""
         interface = local_addresses().get(self.address)
@@ -100,7 +104,8 @@ class EngineStore:
 
     def send_command(self, command: Mapping[str, Any]) -> None:
         """Send a command to all other ranks; only rank 0 does."""
-        self._store.set(f"command/{self._commands}", json.dumps(command))
+        write = self._signed.write if self._signed.secret else self._store.set
+        write(f"command/{self._commands}", json.dumps(command))
         self._commands += 1
 
     def next_command(self) -> dict[str, Any]:
@@ -111,13 +116,18 @@ class EngineStore:
         """
         key = f"command/{self._commands}"
         try:
-            while not self._store.check([key]):
+            while (text := self._read(key)) is None:
                 time.sleep(POLL_SECONDS)
-            command: dict[str, Any] = json.loads(self._store.get(key))
+            command: dict[str, Any] = json.loads(text)
         except RuntimeError as error:
             raise SetupError("rank 0 is gone, and with it the plan of this run.") from error
         self._commands += 1
         return command
+
+    def _read(self, key: str) -> str | bytes | None:
+        if self._signed.secret:
+            return self._signed.read(key)
+        return self._store.get(key) if self._store.check([key]) else None
 
     def leave(self) -> None:
         """Leave the store; rank 0, which may host it, waits for the others, but not for long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import secrets
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ from hetexp.hosts.channel import Channel, WireError
 from hetexp.hosts.leader_server import JoinRequest
 from hetexp.launch.processes.failure import RankFailure, failure_path, stack_path, write_failure
 from hetexp.launch.processes.hosts import Host
-from hetexp.launch.processes.process import Elsewhere, Start
+from hetexp.launch.processes.process import RUN_SECRET, Elsewhere, Start
 
 HOST_LOST = "HostLost"
 """Kind of the failure of every rank on a lost machine."""
@@ -119,7 +120,9 @@ class JoinedHost(Host):
             rank = self._ranks[key] = RemoteRank(self, key, start)
         start.log_path.touch()
         start_rank = {"op": "start", "key": key, "rank": start.rank, "member": start.member}
-        self.send(start_rank | {"plan": plan, "method": method})
+        nonce = secrets.token_hex(32)  # messages are not encrypted
+        hidden = self._channel.hidden(start.environment[RUN_SECRET], nonce)
+        self.send(start_rank | {"plan": plan, "method": method, "nonce": nonce, "secret": hidden})
         return rank
 
     def send(self, message: dict[str, Any]) -> None:

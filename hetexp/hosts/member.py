@@ -217,8 +217,9 @@ class _MemberLauncher:
             plan = self._placed(Plan.from_json(command["plan"]), folder)
             path = folder / "plan.json"
             plan.write(path, durable=False)
-            joins = member is not None
-            self._ranks[key] = _Rank(key, start_member(plan, path, rank, command["method"], number, joins))
+            secret, joins = self._channel.hidden(command["secret"], command["nonce"]), member is not None
+            process = start_member(plan, path, rank, command["method"], secret, number, joins)
+            self._ranks[key] = _Rank(key, process)
         except (OSError, HetexpError, WireError, TypeError, ValueError) as error:
             problem = f"Rank {rank} cannot be started on {self._info.host.name}: {error}."
             if isinstance(error, SetupError):

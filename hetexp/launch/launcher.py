@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from hetexp.core import start_up
 from hetexp.core.device import DeviceSpec
+from hetexp.core.epoch import SignedStore
 from hetexp.core.errors import RunFailedError
 from hetexp.core.files import ending_when_full, write_json
 from hetexp.core.plan import Plan
@@ -126,12 +128,12 @@ def _run_ranks(
             try:
                 run.start(plan_path)
                 start_up.ended("processes started")
-                run.store.set(start_up.KEY, start_up.own())
+                run.signed.write(start_up.KEY, start_up.own())
                 run.follow(caught)
             finally:
                 run.end()
             if plan.measuring and not run.failures and not caught and (run_dir / CALIBRATION).exists():
-                start_up.add(run.store.get(start_up.KEY).decode())
+                start_up.add(run.signed.read(start_up.KEY) or "[]")
                 return blank_summary(plan, "completed"), caught, ""
             restart = run.restart(restarts, caught) if not caught else None
             if restart is None:
@@ -159,8 +161,9 @@ class _Run:
     ) -> None:
         self.plan, self.spec, self.console, self.store = plan, spec, console, store
         self.config = config = spec.config
+        self.signed = SignedStore(store, secrets.token_hex(32))
         self.started: list[Member] = []
-        self.recovery = GroupRecovery(plan, spec, console, store, self.started)
+        self.recovery = GroupRecovery(plan, spec, console, self.signed, self.started)
         self._starts_again = before is not None
         if before is not None:
             self.recovery.membership.take_over(before.recovery.membership)
@@ -170,7 +173,7 @@ class _Run:
         self.details = ""
         self.follower = Follower()
         self._ready = False
-        self._requests = Requests(store)
+        self._requests = Requests(self.signed)
         self._commands: CommandRunner | None = None
         self._stopped = StoppedWatch(config.fault.heartbeat_seconds)
         self._stopped_at_end: set[Member] = set()
@@ -188,8 +191,8 @@ class _Run:
     def start(self, plan_path: Path) -> None:
         """Start every rank."""
         for rank in range(self.plan.world_size):
-            method = self.config.launch.start_method
-            self.started.append(start_member(self.plan, plan_path, rank, method))
+            method, secret = self.config.launch.start_method, self.signed.secret
+            self.started.append(start_member(self.plan, plan_path, rank, method, secret))
 
     def follow(self, caught: list[signal.Signals]) -> None:
         """Return when the run is over.
@@ -261,11 +264,11 @@ class _Run:
         return self.recovery.remove_failed(failures)
 
     def _check_ready(self, display: Display) -> None:
-        if self.store.check([READY]):
+        if (text := self.signed.read(READY)) is not None:
             self._ready = True
             self.recovery.begin()
             self.recovery.membership.recovered()
-            steps = int(self.store.get(READY))
+            steps = int(text)
             display.total_steps(steps)
             self.follower.ready(steps)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from hetexp.core.epoch import LATEST_REQUEST, Request, answer_key
+from hetexp.core.epoch import LATEST_REQUEST, Request, SignedStore, answer_key
 from hetexp.launch.control import Answer
 
 
@@ -17,7 +17,7 @@ class Requests:
         store: the launcher's connection to the store.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: SignedStore) -> None:
         self._store = store
         self._number = 0
         self._open: dict[int, Callable[[Answer], None]] = {}
@@ -30,15 +30,14 @@ class Requests:
         """
         self._number += 1
         self._open[self._number] = reply
-        self._store.set(Request.key(self._number), Request(self._number, name, argument).to_json())
-        self._store.set(LATEST_REQUEST, str(self._number))
+        self._store.write(Request.key(self._number), Request(self._number, name, argument).to_json())
+        self._store.write(LATEST_REQUEST, str(self._number))
 
     def poll(self) -> None:
         """Pass new answers on."""
         for number in list(self._open):
-            key = answer_key(number)
-            if self._store.check([key]):
-                self._open.pop(number)(_answer(json.loads(self._store.get(key))))
+            if (text := self._store.read(answer_key(number))) is not None:
+                self._open.pop(number)(_answer(json.loads(text)))
 
     def close(self) -> None:
         """Answer all open requests: the run has ended."""

@@ -25,7 +25,7 @@ from hetexp.plan.run_spec import CheckedRun, Request
 POLL_SECONDS = 0.5
 SETTLE_SECONDS = 5.0
 """How long a card may look busy after its run has ended: drivers notice the end of a process late."""
-CPU_LEASE = ".cpu.lock"
+CPU_LEASE = ".cpu"
 
 
 Check = Callable[[bool], CheckedRun]

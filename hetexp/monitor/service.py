@@ -167,7 +167,7 @@ def any_sampler(url: str | None) -> bool:
     lock = FileLock(lock_path(url), mode=0o666)
     try:
         lock.acquire(timeout=0)
-    except Timeout:
+    except OSError:  # held, or a file of another user, who then samples into it
         return True
     lock.release()
     return False

@@ -30,8 +30,8 @@ END_SECONDS = 60.0
 """Within which every run must have ended: one that has not hangs."""
 GONE_SECONDS = 5.0
 """Within which no process of a run is left, once its launcher has ended."""
-KEPT = ("hetexp-leases",)
-"""What stays among temporary files: the locks of devices, empty."""
+KEPT = "hetexp-leases-"
+"""What stays among temporary files: each user's folder of leases, empty."""
 DISK_BYTES = 24 * 2**20
 OVERRIDES = (
     "launch.start_method=forkserver",
@@ -447,7 +447,11 @@ def _change_byte(folder: Path, fraction: float) -> str:
 
 
 def _left_over(folder: Path) -> list[str]:
-    return [f"temporary files left behind: {path.name}" for path in folder.iterdir() if path.name not in KEPT]
+    return [
+        f"temporary files left behind: {path.name}"
+        for path in folder.iterdir()
+        if not path.name.startswith(KEPT)
+    ]
 
 
 def _command(pid: int) -> str:

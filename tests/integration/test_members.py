@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -9,13 +10,17 @@ from pathlib import Path
 
 import pytest
 import slow_data
+import torch.distributed as dist
 from launched import TINY, TRAIN, Launched, wait_for
+from stranger import stranger
 from support import Train
 
 from hetexp.checkpoint.manifest import search_checkpoint, step_of
 from hetexp.commands.control import main_add, main_control, main_drop
+from hetexp.core.epoch import LATEST, LATEST_REQUEST, Epoch, Request, answer_key, beat_key
 from hetexp.launch import launcher
 from hetexp.launch.processes.members import Member, pause_for
+from hetexp.launch.processes.process import RUN_SECRET
 
 THREE = "hardware.devices=[cpu,cpu,cpu]"
 SLOW = ("data=custom", "data._target_=slow_data.Slow", "trainer.precision=float64")
@@ -158,3 +163,42 @@ def test_a_rank_that_misses_its_peer_is_heard_first(train: Train, monkeypatch: p
     assert run.summary["status"] == "completed"
     assert [(one["device"], one["kind"]) for one in run.summary["failures"]] == [("cpu:1", "SIGKILL")]
     assert "start again from step 4." in run.screen or "starts again from step 4." in run.screen
+
+
+@pytest.mark.parametrize("method", ["forkserver", "subprocess"])
+def test_who_reaches_the_store_steers_nothing(tmp_path: Path, method: str) -> None:
+    run = Launched(tmp_path, *TINY, "trainer.max_steps=1000000", f"launch.start_method={method}")
+    secrets = set()
+    try:
+        run.wait_until_training()
+        plan = json.loads((run.run_dir / "plan.json").read_text())
+
+        def attack() -> None:
+            store = dist.TCPStore(plan["store_host"], plan["store_port"], is_master=False)
+            for number in (1, 2, 3):
+                store.set(Request.key(number), Request(number, "stop").to_json())
+                store.set(answer_key(number), '{"done": true, "answer": "as you wish"}')
+                store.set(Epoch.key(number), Epoch(number, (0,), plan["run_dir"]).to_json())
+            for key in (LATEST, LATEST_REQUEST, "reformed/1", beat_key(1)):
+                store.set(key, "3")
+
+        with stranger(attack):
+            pass
+        before = run.steps()
+        wait_for(lambda: run.steps() > before + 50 or run.process.poll() is not None, "50 more steps")
+        assert run.process.poll() is None, run.screen
+        told = " ".join(run.screen.split())
+        assert told.count("`request/1` in the run's store must be signed by the run, but is not") == 1
+        if method == "subprocess":
+            secrets = {rank.environ()[RUN_SECRET] for rank in run.ranks()}
+        assert main_control([str(run.run_dir), "checkpoint"]) == 0
+        assert main_control([str(run.run_dir), "stop"]) == 0
+        assert run.wait() == 1, run.screen
+    finally:
+        run.kill()
+    assert run.summary["error"] == "stopped by hetexp control"
+    assert run.summary["failures"] == []
+    assert len(list((run.run_dir / "checkpoints").glob("step_*"))) >= 2
+    assert len(secrets) == (method == "subprocess")
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(secret.encode() in content for secret in secrets for content in written)

@@ -7,6 +7,7 @@ have a compiler. Without one, or with `HETEXP_NATIVE=0`, the Python implementati
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -18,6 +19,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from hetexp.core.files import fsync_dir, of_others
 from hetexp.hardware.detection.builds import home
 
 log = logging.getLogger(__name__)
@@ -111,6 +113,10 @@ def runtime_calls(hip: str | None, cuda: str | None) -> list[int] | None:
     return None
 
 
+class UnsafeCacheError(OSError):
+    """Another user could write to the folder of compiled libraries, whose code would run."""
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled library; `None` if it cannot be built or loaded, with the reason in the log."""
@@ -118,32 +124,53 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(str(_built()))
-    except (OSError, subprocess.SubprocessError) as error:
+        loaded.hetexp_await.restype = ctypes.c_int
+        loaded.hetexp_pool.restype = ctypes.c_void_p
+        loaded.hetexp_take.restype = loaded.hetexp_end_pool.restype = None
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        log.info("the exchange copies in Python, as its C library cannot be used: %s", reason)
+        level = logging.WARNING if isinstance(error, UnsafeCacheError) else logging.INFO
+        log.log(level, "the exchange copies in Python, as its C library cannot be used: %s", reason)
         return None
-    loaded.hetexp_await.restype = ctypes.c_int
-    loaded.hetexp_pool.restype = ctypes.c_void_p
-    loaded.hetexp_take.restype = loaded.hetexp_end_pool.restype = None
     return loaded
 
 
 def _built() -> Path:
-    """Return the path of the compiled library; build it unless it is cached for this source and machine."""
+    """Return the path of the compiled library; build it unless a whole one for this machine is cached.
+
+    Raises:
+        UnsafeCacheError: another user could write to the cache.
+        OSError, subprocess.SubprocessError: it cannot be built.
+    """
     source = SOURCE.read_bytes()
     target = f"{platform.system()} {platform.machine()} {FLAGS}"
     key = hashlib.sha256(source + target.encode()).hexdigest()[:16]
     folder = home() / "cache"
     path = folder / f"shared_sum-{key}.so"
-    if path.is_file():
-        return path
+    digest = path.with_suffix(".sha256")
+    folder.mkdir(parents=True, exist_ok=True)
+    if problem := of_others(home(), folder):
+        raise UnsafeCacheError(problem)
+    with contextlib.suppress(FileNotFoundError):
+        # Access to what a file lacks, after the machine has stopped, would kill this process.
+        if not of_others(path) and _digest(path) == digest.read_text(encoding="utf-8"):
+            return path
     compiler = next((file for name in COMPILERS if (file := shutil.which(name))), None)
     if compiler is None:
         raise FileNotFoundError(f"there is no C compiler ({', '.join(COMPILERS)})")
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         out = Path(temporary) / path.name
         command = [compiler, *FLAGS, "-o", str(out), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
-        os.replace(out, path)  # atomic: other ranks may build at the same time
+        total = out.with_suffix(digest.suffix)
+        total.write_text(_digest(out), encoding="utf-8")
+        for made, place in ((out, path), (total, digest)):
+            with made.open("rb") as opened:
+                os.fsync(opened.fileno())
+            os.replace(made, place)  # atomic: other ranks may build at the same time
+    fsync_dir(folder)
     return path
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -263,7 +263,7 @@ def reclaim(folder: Path) -> list[str]:
     deleted = []
     for path in folder.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDWR)
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # anybody may put a link there
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
                 path.unlink()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, PositiveFloat
 
@@ -17,7 +17,10 @@ def _url_problem(url: str) -> str:
         return ""
     if parts.scheme not in ("postgresql", "postgresql+psycopg") or len(parts.path) < 2:
         return "sqlite:///FILE (four slashes before an absolute path) or postgresql://USER@HOST/DATABASE"
-    if parts.password is not None or "password=" in parts.query:
+    # As SQLAlchemy reads it: a password may have slashes, and the query escapes.
+    user, found, _ = url.partition("://")[2].partition("@")
+    keys = [key.lower() for key, _ in parse_qsl(parts.query, keep_blank_values=True)]
+    if (found and ":" in user) or any("password" in key for key in keys):
         return "without a password, as every run keeps its configuration (~/.pgpass and PGPASSWORD give it)"
     return ""
 

@@ -7,6 +7,7 @@ A torch wheel supports one accelerator, so that a machine with cards of two vend
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from hetexp.core.files import of_others
+
+log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
 """Longest wait for an interpreter to report its torch's folder, which takes 20 ms on an idle machine."""
@@ -67,8 +72,12 @@ def home() -> Path:
 
 def recorded_interpreters() -> dict[str, str]:
     """Return the environments of `hetexp env` that still exist, name → interpreter."""
+    path = home() / "environments.json"
     try:
-        raw = json.loads((home() / "environments.json").read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if problem := of_others(home(), path):
+            log.warning("No environment of hetexp env is used: %s.", problem)
+            return {}
     except (OSError, ValueError):
         return {}
     return {name: python for name, python in raw.items() if Path(python).is_file()}

@@ -1,27 +1,32 @@
 """Leases of cards for runs. A lease is a locked file, so that it ends with its owner in any case.
 
-All users of a machine share one folder of leases, in which each may make files and links. So hetexp follows
-no link in it, and writes into no file that exists already.
+Each user has a folder of leases beside other temporary files. Nobody else can write there, and all users read
+the folders of all. A run publishes its lease first and looks for other leases of the card afterwards: of two
+runs that take a card at the same time, one at least sees the other and gives its lease back. So nobody writes
+a file of another user, follows a link, or waits for a lock that another user could keep.
+
+A user can still say that a card is taken which nobody uses, but only under the own name. Who starts with
+another `TMPDIR` neither sees these leases nor is seen.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import getpass
 import json
 import logging
 import os
+import random
 import re
+import secrets
 import stat
 import tempfile
 import time
-import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
@@ -29,100 +34,61 @@ from hetexp.hardware.backend import backend_class
 
 try:
     import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
+    import pwd
+except ImportError:  # on Windows, where each user has a folder of temporary files
+    fcntl = pwd = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
 ACQUIRE_SECONDS = 0.2
-"""Longest wait for a lease: a process that checks who holds it locks it for a moment."""
-_CHOOSING = "choosing.lock"
+"""Longest wait for a lease: two runs that publish at the same time both give way for a moment."""
+OTHERS_SECONDS = 30.0
+"""Longest wait until runs of other users have chosen their cards."""
+_CHOOSING = Path("choosing")
 _FOLDER = "hetexp-leases"
-_EVERYBODYS, _OWN = 0o1777, 0o700
-"""Modes of the shared folder, as of `/tmp` itself, and of one user's."""
+_SUFFIX = ".lease"
+_MODE = 0o755
+"""Mode of a user's folder: all may read, only the user may write."""
 _POLL_SECONDS = 0.05
 _LONGEST_NOTE = 65_536
+_MOST_FILES = 1000
+"""Files of one folder that are looked at."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags that open no link and do not wait for the other end of a pipe."""
 _OR_SHARE = "choose another card, or share them (hardware.share_devices=true)"
 _reserved: set[Path] = set()
-"""Files of the leases that this process holds for the processes that it starts."""
-_warned: set[Path] = set()
-"""Shared folders whose problem this process has logged."""
+"""What this process holds for the processes that it starts."""
 
 
-class _Lock:
-    """A lock of a file that any user may have made, with the methods of `FileLock` that leases need.
+@dataclass(frozen=True)
+class _Lease:
+    """A published lease, of this process or another."""
 
-    `FileLock` itself refuses another user's file in a folder that all users may write to.
-    """
+    file: Path
+    uid: int
+    """Number of its user, whom nobody else can imitate."""
+    note: dict[str, Any]
+    """Its `owner`, the run's folder, and its `pid`."""
 
-    _held: weakref.WeakSet[_Lock] = weakref.WeakSet()
+    @property
+    def key(self) -> Path:
+        return _key_of(self.file)
 
-    def __init__(self, path: Path) -> None:
-        self.lock_file = str(path)
-        self._descriptor: int | None = None
-
-    def acquire(self, timeout: float = -1) -> None:
-        """Lock the file within `timeout` seconds; a negative number means any time.
-
-        Raises:
-            Timeout: another process holds the lock.
-            OSError: the file cannot be opened, or is a link.
-        """
-        until = time.monotonic() + timeout
-        while not self._try():
-            if timeout >= 0 and time.monotonic() >= until:
-                raise Timeout(self.lock_file)
-            time.sleep(_POLL_SECONDS)
-
-    def release(self) -> None:
-        """Unlock the file, which stays, as others may wait for it."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            self._held.discard(self)
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        self.release()
-
-    def _try(self) -> bool:
-        descriptor = self._open()
+    def __str__(self) -> str:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink > 0:  # else it was removed before it was locked
-                self._descriptor, descriptor = descriptor, -1
-                self._held.add(self)
-                return True
-        except BlockingIOError:
-            pass
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-        return False
-
-    def _open(self) -> int:
-        flags = os.O_RDWR | _NO_LINK
-        try:
-            # Two steps: Linux may refuse O_CREAT for an existing file of another user.
-            descriptor = os.open(self.lock_file, flags | os.O_CREAT | os.O_EXCL, 0o666)
-            os.fchmod(descriptor, 0o666)  # whatever the umask is
-        except FileExistsError:
-            descriptor = os.open(self.lock_file, flags)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
-                raise OSError(errno.EINVAL, "it is no regular file", self.lock_file) from None
-        return descriptor
-
-    @classmethod
-    def _after_fork(cls) -> None:
-        """Close the inherited files in a new child process: else it would hold its parent's leases."""
-        for lock in list(cls._held):
-            lock.release()
+            owner = "".join(c if c.isprintable() else "?" for c in str(self.note["owner"]))
+            return f"the run {owner} (process {int(self.note['pid'])} of {_user(self.uid)})"
+        except (KeyError, ValueError, TypeError):
+            return f"another hetexp run of {_user(self.uid)}"
 
 
+_own: dict[Path, tuple[_Lease, int]] = {}
+"""Leases of this process by their files, each with its locked descriptor.
+
+These files are opened only once: whichever descriptor of a file a process closes, its lock ends.
+"""
 if fcntl is not None:
-    os.register_at_fork(after_in_child=_Lock._after_fork)
+    os.register_at_fork(after_in_child=_own.clear)  # a child has none of these locks
 
 
 class Leases:
@@ -131,55 +97,50 @@ class Leases:
     Args:
         devices: devices of the run; those that share a card take one lease.
         owner: the holder's name in messages: the run's folder.
-        cpu: file of one more lease, for devices whose work this machine's CPU does.
+        cpu: path of one more lease, for devices whose work this machine's CPU does; its folder is not shared.
         reserve: whether later leases of the same cards in this process need no lock of their own.
     """
 
     def __init__(
         self, devices: Sequence[DeviceSpec], owner: str, cpu: Path | None = None, reserve: bool = False
     ) -> None:
-        self._devices = {_file(d): str(d) for d in devices if not _on_cpu(d)}
+        self._devices = {_key(d): str(d) for d in devices if not _on_cpu(d)}
         if cpu is not None and any(_on_cpu(d) for d in devices):
             self._devices[cpu] = "this machine's CPU"
         self._owner, self._reserve = owner, reserve
-        self._locks: list[_Lock | FileLock] = []
+        self._taken: list[_Lease] = []
 
     def __enter__(self) -> Leases:
         """Take all leases or none.
 
         Raises:
-            SetupError: another run holds one of the cards, or the file of a lease cannot be opened.
+            SetupError: another run holds one of the cards, or the file of a lease cannot be made.
         """
-        taken: list[str] = []
-        broken: list[str] = []
-        for path, device in self._devices.items():
-            if path in _reserved:
-                continue
-            lock = _lock(path)
-            try:
-                lock.acquire(timeout=ACQUIRE_SECONDS)
-            except Timeout:
-                taken.append(f"{device} is held by {_run_of(path)}")
-                continue
-            except OSError as error:
-                broken.append(_unopened(path, error, f"The lease of {device}", _OR_SHARE))
-                continue
-            self._locks.append(lock)
-            _write_note(path, {"owner": self._owner, "pid": os.getpid(), "user": _user()})
-        if taken or broken:
+        held: list[str] = []
+        try:
+            for key, device in self._devices.items():
+                if key in _reserved:
+                    continue
+                lease, others = _take(key, self._owner)
+                if lease is not None:
+                    self._taken.append(lease)
+                else:
+                    held.append(f"{device} is held by {others[0]}")
+            if held:
+                raise SetupError(f"{'; '.join(held)}. Wait for it, {_OR_SHARE}.")
+        except SetupError:
             self.__exit__()
-            sentences = [f"{'; '.join(taken)}. Wait for it, {_OR_SHARE}."] if taken else []
-            raise SetupError(" ".join([*sentences, *broken]))
+            raise
         if self._reserve:
             _reserved.update(self._devices)
         return self
 
     def __exit__(self, *_: object) -> None:
-        locks, self._locks = self._locks, []
-        for lock in locks:
+        taken, self._taken = self._taken, []
+        for lease in taken:
             if self._reserve:
-                _reserved.discard(Path(lock.lock_file))
-            _let_go(lock)
+                _reserved.discard(lease.key)
+            _end(lease)
 
     def take(self, device: DeviceSpec) -> None:
         """Take the lease of one more device, which ends with the others.
@@ -187,140 +148,223 @@ class Leases:
         Raises:
             SetupError: another run holds it.
         """
-        name = _name(device)
-        if _on_cpu(device) or any(Path(lock.lock_file).name == name for lock in self._locks):
+        if _on_cpu(device) or any(lease.key == _key(device) for lease in self._taken):
             return
         more = Leases([device], self._owner).__enter__()
-        self._locks += more._locks
+        self._taken += more._taken
 
     def release(self, device: DeviceSpec) -> None:
         """Return the lease of a device before the others."""
-        name = _name(device)
-        for lock in [lock for lock in self._locks if Path(lock.lock_file).name == name]:
-            self._locks.remove(lock)
-            _let_go(lock)
+        for lease in [lease for lease in self._taken if lease.key == _key(device)]:
+            self._taken.remove(lease)
+            _end(lease)
 
     def holders(self) -> list[str]:
-        """Return a description of each device that another process holds, with its holder."""
-        return [f"{name}, held by {who}" for path, name in self._devices.items() if (who := _holder(path))]
+        """Return a description of each device that another run holds, with its holder."""
+        found = {key: _leases(key) for key in self._devices if key not in _reserved}
+        return [f"{self._devices[key]}, held by {leases[0]}" for key, leases in found.items() if leases]
 
 
 def holder(device: DeviceSpec) -> str | None:
     """Return a description of the run that holds a card; `None` if no other run does."""
-    if _on_cpu(device):
+    if _on_cpu(device) or _key(device) in _reserved:
         return None
-    with contextlib.suppress(SetupError):  # reported when a lease is taken
-        return _holder(_file(device))
-    return None
+    leases = _leases(_key(device))
+    return str(leases[0]) if leases else None
 
 
 def held_by_others() -> frozenset[str]:
-    """Return the names of all leases of cards that other processes hold."""
-    leases = [path for path in _files("*.lock") if path.name != _CHOOSING]
-    return frozenset(path.stem for path in leases if _holder(path) is not None)
+    """Return the names of all leases of cards that other runs hold."""
+    keys = {lease.key for lease in _leases()} - _reserved - {_CHOOSING}
+    return frozenset(key.name for key in keys)
 
 
 def owners() -> list[tuple[str, int]]:
-    """Return the run folder and the process of each run that has left a note beside a lease.
-
-    The locks are not touched. A killed run leaves its note: the caller checks whether the process lives.
-    """
-    notes = []
-    for path in _files("*.json"):
+    """Return the folder and the process of each run that holds a card, if its user owns the folder."""
+    found = []
+    for lease in _leases():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = _read_note(path)
-            notes.append((str(note["owner"]), int(note["pid"])))
-    return list(dict.fromkeys(notes))
+            owner = str(lease.note["owner"])
+            if lease.key == _CHOOSING:
+                continue
+            if not hasattr(os, "geteuid") or Path(owner).stat().st_uid == lease.uid:
+                found.append((owner, int(lease.note["pid"])))
+    return list(dict.fromkeys(found))
 
 
 @contextlib.contextmanager
 def choosing() -> Iterator[None]:
-    """Hold the lock under which runs choose and take cards, one after another.
+    """Let runs choose and take cards one after another; those of other users for a limited time.
 
     Raises:
-        SetupError: the file of the lock cannot be opened.
+        SetupError: the file that says so cannot be made.
     """
-    path = folder() / _CHOOSING
-    lock = _lock(path)
-    try:
-        lock.acquire()
-    except OSError as error:
-        fix = "or set TMPDIR to a folder of your own"
-        raise SetupError(_unopened(path, error, "The lock under which runs choose cards", fix)) from error
+    until, waits = time.monotonic() + OTHERS_SECONDS, True
+    while True:
+        lease, others = _take(_CHOOSING, "that chooses cards", None if waits else _uid())
+        if lease is not None:
+            break
+        if waits and time.monotonic() > until:
+            waits = False
+            log.warning("%s is not waited for any longer.", others[0])
     try:
         yield
     finally:
-        lock.release()
-
-
-def _holder(path: Path) -> str | None:
-    if path in _reserved or not path.exists():
-        return None
-    lock = _lock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return _run_of(path)
-    except OSError:  # a file that this user may not open, or a link
-        return None
-    lock.release()
-    return None
+        _end(lease)
 
 
 def folder() -> Path:
-    """Return the folder of leases: that of all users, or this user's own if the first is not safe.
+    """Return the folder for the leases of this user; make it if it is missing.
 
     Raises:
-        SetupError: neither folder is safe.
+        SetupError: it cannot be made.
     """
-    shared = Path(tempfile.gettempdir()) / _FOLDER
-    if fcntl is None:  # on Windows each user has a folder of temporary files
-        shared.mkdir(parents=True, exist_ok=True)
-        return shared
-    unsafe = _unsafe(shared, _EVERYBODYS)
-    if unsafe is None:
-        return shared
-    private = shared.with_name(f"{_FOLDER}-{os.geteuid()}")
-    if (problem := _unsafe(private, _OWN)) is not None:
-        raise SetupError(
-            f"`{private}` must be a folder that only you may write to, but {problem}. Remove it, set TMPDIR "
-            "to a folder of your own, or share the cards (hardware.share_devices=true)."
-        )
-    if shared not in _warned:
-        _warned.add(shared)
-        log.warning(
-            "`%s` must be a folder for all users, but %s. Leases of cards are in %s instead, so that hetexp "
-            "does not see those of other users.",
-            shared,
-            unsafe,
-            private,
-        )
-    return private
-
-
-def _unsafe(path: Path, mode: int) -> str | None:
-    """Make a folder of this mode if it is missing, and return why it is not safe to use, `None` if it is.
-
-    Any user may own the shared folder: all may write to it, and none may remove another's files.
-    """
+    path = Path(tempfile.gettempdir()) / f"{_FOLDER}-{_uid()}"
     try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(_OWN, parents=True)
-        status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode):
-            return "it is a link" if stat.S_ISLNK(status.st_mode) else "it is no folder"
-        is_own = status.st_uid == os.geteuid()
-        if is_own and stat.S_IMODE(status.st_mode) != mode:
-            with contextlib.suppress(OSError):
-                path.chmod(mode)
-            status = path.lstat()
+        for existing in (path, *sorted(path.parent.glob(f"{path.name}-*"))):
+            if _is_own(existing):
+                return existing
+        try:
+            path.mkdir(_MODE)
+        except FileExistsError:  # another user's, or a link: a lease in any folder of this user counts
+            path = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
+        path.chmod(_MODE)  # whatever the umask is
     except OSError as error:
-        return f"it cannot be used ({error.strerror})"
-    bits = stat.S_IMODE(status.st_mode)
-    writable_by_others = bits & (stat.S_IWGRP | stat.S_IWOTH)
-    if (mode == _EVERYBODYS and bits & mode == mode) or (is_own and not writable_by_others):
+        raise _unmade(path, error) from error
+    return path
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether this is a folder of this user, and no link; let only this user write there."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == _uid()
+    if own and fcntl is not None and stat.S_IMODE(status.st_mode) != _MODE:
+        path.chmod(_MODE)
+    return own
+
+
+def _take(key: Path, owner: str, uid: int | None = None) -> tuple[_Lease | None, list[_Lease]]:
+    """Return a new lease, or `None` and the leases of others.
+
+    Args:
+        uid: the user whose leases count; `None`: those of all.
+
+    Raises:
+        SetupError: the file cannot be made.
+    """
+    until = time.monotonic() + ACQUIRE_SECONDS
+    while True:
+        others = _leases(key, uid)
+        if not others:
+            lease = _publish(key, owner)
+            others = [other for other in _leases(key, uid) if other.file != lease.file]
+            if not others:
+                return lease, []
+            _end(lease)
+        if time.monotonic() >= until:
+            return None, others
+        time.sleep(random.uniform(0.2, 1.0) * _POLL_SECONDS)
+
+
+def _publish(key: Path, owner: str) -> _Lease:
+    """Write a lease under a name that is new, lock it, and only then let others see it."""
+    place = folder() if key.parent == Path() else key.parent
+    file = place / f"{key.name}.{secrets.token_hex(8)}{_SUFFIX}"
+    hidden = file.with_suffix(".new") if fcntl is not None else file
+    lease = _Lease(file, _uid(), {"owner": owner, "pid": os.getpid()})
+    try:
+        descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
+        _own[file] = lease, descriptor  # before any thread of this process can see the file
+        os.write(descriptor, json.dumps(lease.note).encode())
+        if fcntl is not None:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(descriptor, 0o644)
+            hidden.rename(file)
+    except OSError as error:
+        _end(lease)
+        hidden.unlink(missing_ok=True)
+        raise _unmade(file, error) from error
+    return lease
+
+
+def _end(lease: _Lease) -> None:
+    _, descriptor = _own.pop(lease.file, (lease, None))
+    if descriptor is not None:  # else it has no file yet, or is that of the process that forked this one
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            lease.file.unlink()
+
+
+def _leases(key: Path | None = None, uid: int | None = None) -> list[_Lease]:
+    """Return the leases that living processes hold, this one included, by key and user; `None`: any."""
+    if key is not None and key.parent != Path():
+        places = {key.parent: _uid()}
+    else:
+        places = {}
+        for place in sorted(Path(tempfile.gettempdir()).glob(f"{_FOLDER}-*")):
+            user = place.name.removeprefix(f"{_FOLDER}-").partition("-")[0]
+            if user.isdecimal() and uid in (None, int(user)):
+                places[place] = int(user)
+    found = []
+    for place, user_id in places.items():
+        with contextlib.suppress(OSError):
+            for entry in islice(os.scandir(place), _MOST_FILES):
+                file = Path(entry.path)
+                if file.suffix == _SUFFIX and key in (None, _key_of(file)):
+                    lease = _own[file][0] if file in _own else _read(file, user_id)
+                    found += [lease] if lease is not None else []
+    return found
+
+
+def _read(file: Path, uid: int) -> _Lease | None:
+    """Return the lease in a file; `None`: no process holds it, or it is not that user's."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | _NO_LINK)
+    except OSError:
         return None
-    return f"it belongs to user {status.st_uid} and has mode {bits:o}"
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != uid:
+            return None
+        try:
+            note = json.loads(os.read(descriptor, _LONGEST_NOTE))
+        except (OSError, ValueError, RecursionError):
+            note = None
+        if fcntl is not None and not _is_locked(descriptor):
+            if uid == _uid():  # of a run that was killed
+                with contextlib.suppress(OSError):
+                    file.unlink()
+            return None
+    finally:
+        os.close(descriptor)
+    if fcntl is None:  # Windows does not delete a file that a process has open
+        with contextlib.suppress(OSError):
+            file.unlink()
+            return None
+    return _Lease(file, uid, note if isinstance(note, dict) else {})
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Return whether another process has the lock for writing, which only the file's user can take."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def _key(device: DeviceSpec) -> Path:
+    key = device.uuid or device.pci or device.id.partition(".")[0]
+    return Path(re.sub(r"[^A-Za-z0-9]+", "-", key))
+
+
+def _key_of(file: Path) -> Path:
+    """Return the key of a lease's file: a path alone in its folder, and a name in the folders of users."""
+    name = file.name.removesuffix(_SUFFIX).rpartition(".")[0]
+    return Path(name) if file.parent.name.startswith(_FOLDER) else file.with_name(name)
 
 
 def _on_cpu(device: DeviceSpec) -> bool:
@@ -328,73 +372,19 @@ def _on_cpu(device: DeviceSpec) -> bool:
     return backend_class(device.backend).computes_on_cpu
 
 
-def _files(pattern: str) -> list[Path]:
+def _unmade(path: Path, error: OSError) -> SetupError:
+    return SetupError(
+        f"`{path}` must be a file or folder that this user can make, but cannot be made ({error.strerror}). "
+        "Set TMPDIR to a folder of your own, or share the cards (hardware.share_devices=true)."
+    )
+
+
+def _uid() -> int:
+    return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def _user(uid: int) -> str:
     try:
-        return list(folder().glob(pattern))
-    except (SetupError, OSError):  # reported when a lease is taken
-        return []
-
-
-def _name(device: DeviceSpec) -> str:
-    key = device.uuid or device.pci or device.id.partition(".")[0]
-    return f"{re.sub(r'[^A-Za-z0-9]+', '-', key)}.lock"
-
-
-def _file(device: DeviceSpec) -> Path:
-    return folder() / _name(device)
-
-
-def _lock(path: Path) -> _Lock | FileLock:
-    shared = fcntl is not None and path.parent.name.startswith(_FOLDER)
-    return _Lock(path) if shared else FileLock(path, mode=0o666)  # the CPU's is in the folder of a sweep
-
-
-def _unopened(path: Path, error: OSError, what: str, fix: str) -> str:
-    reason = "it is a link" if error.errno in (errno.ELOOP, errno.EMLINK) else error.strerror or str(error)
-    owner = ""
-    with contextlib.suppress(OSError):
-        owner = f" of user {path.lstat().st_uid}"
-    return f"{what} cannot be taken: `{path}`{owner} cannot be opened ({reason}). Have it removed, {fix}."
-
-
-def _let_go(lock: _Lock | FileLock) -> None:
-    with contextlib.suppress(OSError):
-        Path(lock.lock_file).with_suffix(".json").unlink()
-    lock.release()
-
-
-def _write_note(path: Path, note: dict[str, Any]) -> None:
-    """Write the holder of a lease beside it; an existing file is removed, never written into."""
-    file_name = path.with_suffix(".json")
-    with contextlib.suppress(OSError):  # only messages need it
-        file_name.unlink(missing_ok=True)
-        descriptor = os.open(file_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o644)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(note, file)
-
-
-def _read_note(path: Path) -> Any:
-    """Return a note's content.
-
-    Raises:
-        OSError, ValueError: the file is a link or no regular file, may not be read, or is no JSON.
-    """
-    with os.fdopen(os.open(path, os.O_RDONLY | _NO_LINK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        return json.loads(file.read(_LONGEST_NOTE))
-
-
-def _run_of(path: Path) -> str:
-    try:
-        note = _read_note(path.with_suffix(".json"))
-        return f"the run {note['owner']} (process {note['pid']} of {note['user']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another hetexp run"
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
+        return pwd.getpwuid(uid).pw_name if pwd is not None else getpass.getuser()
     except (OSError, KeyError, ImportError):
-        return str(os.getuid()) if hasattr(os, "getuid") else "somebody"
+        return f"user {uid}"

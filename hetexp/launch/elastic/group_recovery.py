@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hetexp.core.epoch import Departure
+from hetexp.core.epoch import Departure, SignedStore
 from hetexp.core.plan import Plan
 from hetexp.launch.elastic.hang_detection import HangWatch, HungRank
 from hetexp.launch.elastic.health import HealthMonitor
@@ -38,9 +38,9 @@ class GroupRecovery:
     """
 
     def __init__(
-        self, plan: Plan, spec: RunSpec, console: Console, store: Any, started: list[Member]
+        self, plan: Plan, spec: RunSpec, console: Console, store: SignedStore, started: list[Member]
     ) -> None:
-        self._config, self._strategy, self._store = spec.config, spec.strategy, store
+        self._config, self._strategy = spec.config, spec.strategy
         config = spec.config
         self._started = started
         self.membership = Membership(plan, store)

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hetexp.core.epoch import beat_key
+from hetexp.core.epoch import SignedStore, beat_key
 from hetexp.launch.elastic.heartbeat import BEATS, Heartbeat
 from hetexp.launch.processes.members import Member
 
@@ -50,7 +49,7 @@ def _stat(path: Path) -> tuple[str, int]:
 class _Seen:
     """The last observation of a member."""
 
-    raw: bytes
+    raw: str
     beat: Heartbeat
     since: float
     """When this beat was first seen."""
@@ -76,7 +75,7 @@ class HealthMonitor:
 
     def __init__(
         self,
-        store: Any,
+        store: SignedStore,
         heartbeat_seconds: float,
         clock: Callable[[], float] = time.monotonic,
         usage: Callable[[int], Usage | None] = usage_of,
@@ -108,12 +107,13 @@ class HealthMonitor:
 
     def _is_frozen(self, member: Member, now: float) -> bool:
         key, seen = beat_key(member.number), self._seen.get(member.number)
-        raw = self._store.get(key) if seen is not None or self._store.check([key]) else None
-        if raw is None:  # it has not begun
+        raw = self._store.read(key)
+        if seen is None and raw is None:  # it has not begun
             return False
-        if seen is None or raw != seen.raw:
+        if raw is not None and (seen is None or raw != seen.raw):
             self._see(member, raw, seen, now)
             return False
+        assert seen is not None
         silence = now - seen.since
         if silence < self._limit / 2:
             return False
@@ -127,7 +127,7 @@ class HealthMonitor:
             return False
         return now - seen.quiet_since > self._limit * (UNSEEN if usage.waits_for_disk else 1.0)
 
-    def _see(self, member: Member, raw: bytes, seen: _Seen | None, now: float) -> None:
+    def _see(self, member: Member, raw: str, seen: _Seen | None, now: float) -> None:
         usage, beat = self._usage(member.process.pid), Heartbeat.from_json(raw)
         ticks = usage.ticks if usage is not None else 0
         same = seen is not None and (seen.beat.step, seen.beat.doing) == (beat.step, beat.doing)

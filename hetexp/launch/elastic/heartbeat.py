@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from hetexp.core.epoch import beat_key
+from hetexp.core.epoch import SignedStore, beat_key
 
 BEATS = 5
 """Heartbeats within `fault.heartbeat_seconds`."""
@@ -43,7 +42,10 @@ class Heartbeat:
 
 
 def beat(
-    store: Any, member: int, heartbeat_seconds: float, progress: Callable[[], tuple[int | None, str]]
+    store: SignedStore,
+    member: int,
+    heartbeat_seconds: float,
+    progress: Callable[[], tuple[int | None, str]],
 ) -> None:
     """Send heartbeats in a daemon thread until this process ends.
 
@@ -63,7 +65,7 @@ def beat(
                 if step != last:  # the time of a step that hangs does not count
                     mean = (time.monotonic() - began) / max(1, (step or 0) - (first or 0))
                     last = step
-                store.set(beat_key(member), Heartbeat(count, step, doing, mean).to_json())
+                store.write(beat_key(member), Heartbeat(count, step, doing, mean).to_json())
                 pause.wait(heartbeat_seconds / BEATS)
 
     threading.Thread(target=run, name="heart", daemon=True).start()

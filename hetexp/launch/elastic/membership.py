@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hetexp.core.device import DeviceSpec
-from hetexp.core.epoch import LATEST, Departure, Epoch, plan_key, reformed_key
+from hetexp.core.epoch import LATEST, Departure, Epoch, SignedStore, plan_key, reformed_key
 from hetexp.core.plan import Plan
 from hetexp.launch.processes.failure import RankFailure
 from hetexp.plan.replan import extended, replan
@@ -85,7 +85,7 @@ class Membership:
         store: the launcher's connection to the store.
     """
 
-    def __init__(self, plan: Plan, store: Any) -> None:
+    def __init__(self, plan: Plan, store: SignedStore) -> None:
         self.whole = self.plan = plan
         """The plan of the devices that train now; `whole` also has the lost ones."""
         self._store = store
@@ -215,11 +215,11 @@ class Membership:
 
     def take_report(self) -> dict[str, Any] | None:
         """Return the first rank's report that the newest epoch's group has formed, once; else `None`."""
-        key = reformed_key(self.number)
-        if not self.forming or not self._store.check([key]):
+        text = self._store.read(reformed_key(self.number)) if self.forming else None
+        if text is None:
             return None
         since, self._waits_since, self.tries = self._waits_since, None, 0
-        report: dict[str, Any] = json.loads(self._store.get(key))
+        report: dict[str, Any] = json.loads(text)
         now = time.time()
         for loss in self.losses:
             if loss.recovered_seconds is None:
@@ -239,9 +239,9 @@ class Membership:
         path = self._folder / f"epoch_{self.number}.json"
         write_plan(self.plan, path)
         epoch = Epoch(self.number, self.members, str(path), joined, left, urgent)
-        self._store.set(plan_key(self.number), self.plan.to_json())
-        self._store.set(Epoch.key(self.number), epoch.to_json())
-        self._store.set(LATEST, str(self.number))
+        self._store.write(plan_key(self.number), self.plan.to_json())
+        self._store.write(Epoch.key(self.number), epoch.to_json())
+        self._store.write(LATEST, str(self.number))
         self._waits_since, self.joined = time.time(), joined
         return epoch
 

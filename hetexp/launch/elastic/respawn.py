@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.epoch import prepared_key
+from hetexp.core.epoch import SignedStore, prepared_key
 from hetexp.core.errors import SetupError
 from hetexp.core.plan import Plan
 from hetexp.hardware.backends.cpu import cpu_count
@@ -63,7 +62,7 @@ class Respawns:
         self,
         membership: Membership,
         config: Config,
-        store: Any,
+        store: SignedStore,
         started: list[Member],
         show: Callable[[str], None],
     ) -> None:
@@ -129,7 +128,7 @@ class Respawns:
                 )
                 if arrival.newcomer is None:
                     self.after_loss(arrival.device)
-            elif not self._membership.forming and self._store.check([prepared_key(arrival.member.number)]):
+            elif not self._membership.forming and self._store.read(prepared_key(arrival.member.number)):
                 self._arriving.remove(arrival)
                 self._join(arrival, arrival.member.number)
 
@@ -146,7 +145,7 @@ class Respawns:
         joining = bool(self._arriving or self._joining) and cpu_count() < CORES_A_RANK * len(here)
         if wanted and fault.respawn and whole.world_size > 1 and not joining:
             path = Path(whole.run_dir) / "plan.json"
-            self._spares.keep(start_of(whole, path, rank) for rank in here)
+            self._spares.keep(start_of(whole, path, rank, self._store.secret) for rank in here)
 
     def close(self) -> None:
         """End the processes that wait for a lost device."""
@@ -189,7 +188,14 @@ class Respawns:
         try:
             write_plan(plan, path)
             arrival.member = start_member(
-                plan, path, rank, self._config.launch.start_method, number, True, self._spares
+                plan,
+                path,
+                rank,
+                self._config.launch.start_method,
+                self._store.secret,
+                number,
+                True,
+                self._spares,
             )
         except (SetupError, OSError) as error:  # the others go on without it
             self._arriving.remove(arrival)

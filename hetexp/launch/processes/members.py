@@ -22,6 +22,7 @@ from hetexp.hardware.backend import environment_together
 from hetexp.launch.processes.failure import log_path, stack_path
 from hetexp.launch.processes.hosts import host_of, network_environment
 from hetexp.launch.processes.process import (
+    RUN_SECRET,
     RankProcess,
     Start,
     may_fork,
@@ -51,6 +52,7 @@ def start_member(
     plan_path: Path,
     rank: int,
     method: str,
+    secret: str,
     number: int | None = None,
     joins: bool = False,
     spares: Spares | None = None,
@@ -59,6 +61,7 @@ def start_member(
 
     Args:
         method: `launch.start_method`.
+        secret: by which the run's processes sign what they write to the store.
         number: of the member; `None`: that of the rank.
         joins: whether it joins a running training.
         spares: waiting processes, one of which may become the rank.
@@ -71,7 +74,7 @@ def start_member(
     backends = [each.backend for each in plan.devices_of(rank)]
     if method == "auto" and (plan.script is not None or not may_fork(backends) or _sets_variables(plan)):
         method = "subprocess"
-    start = start_of(plan, plan_path, rank, number if joins else None)
+    start = start_of(plan, plan_path, rank, secret, number if joins else None)
     path, host = start.log_path, host_of(device)
     spare = spares.take(start.interpreter) if spares is not None and host is None else None
     try:
@@ -90,17 +93,18 @@ def _sets_variables(plan: Plan) -> bool:
     return bool(plan.config.get("comm", {}).get("env"))
 
 
-def start_of(plan: Plan, plan_path: Path, rank: int, member: int | None = None) -> Start:
+def start_of(plan: Plan, plan_path: Path, rank: int, secret: str, member: int | None = None) -> Start:
     """Return the parameters of a rank's process.
 
     Args:
+        secret: as in `start_member`.
         member: number of a member that joins a running training.
     """
     return Start(
         plan_path=plan_path,
         rank=rank,
         interpreter=plan.devices[rank].python or sys.executable,
-        environment=environment_of(plan, rank),
+        environment=environment_of(plan, rank) | {RUN_SECRET: secret},
         working_dir=plan.working_dir,
         log_path=log_path(Path(plan.run_dir), rank if member is None else member),
         member=member,

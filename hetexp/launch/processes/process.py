@@ -35,6 +35,8 @@ CPU_BACKENDS = frozenset({"cpu", "emulated"})
 LAUNCHER_PID = "HETEXP_LAUNCHER_PID"
 CLUSTER_TOKEN = "HETEXP_CLUSTER_TOKEN"
 """Variable with the secret of a cluster's machines, which is removed from the environment of ranks."""
+RUN_SECRET = "HETEXP_RUN_SECRET"
+"""Variable of a rank with the secret of `hetexp.core.epoch.SignedStore`; no file and no log contains it."""
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from hetexp.core.epoch import Request, answer_key
-from hetexp.core.errors import PeerLostError, did_you_mean
+from hetexp.core.epoch import Request, SignedStore, answer_key
+from hetexp.core.errors import PeerLostError, SetupError, did_you_mean
 from hetexp.core.instantiate import locate
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class RankCommands:
         store: the launcher's.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: SignedStore) -> None:
         self._store = store
         self.handled = 0
         """Number of the last request that was answered; the same on every rank."""
@@ -79,14 +80,23 @@ class RankCommands:
 
         Raises:
             PeerLostError: a rank is lost meanwhile; the request is answered again.
+            SetupError: another process has overwritten a request in the store.
         """
         while self.handled < newest:
             number = self.handled + 1
-            request = Request.from_json(self._store.get(Request.key(number)))
+            request = self._read(number, training.state.config.comm.timeout_seconds)
             answer = self._answer(training, request)
             self.handled = number
             if training.state.rank == 0:
-                self._store.set(answer_key(number), json.dumps(answer))
+                self._store.write(answer_key(number), json.dumps(answer))
+
+    def _read(self, number: int, seconds: float) -> Request:
+        deadline, pause, key = time.monotonic() + seconds, threading.Event(), Request.key(number)
+        while (text := self._store.read(key)) is None:
+            if time.monotonic() > deadline:
+                raise SetupError(f"`{key}` must stay in the run's store, but another process has changed it.")
+            pause.wait(0.05)
+        return Request.from_json(text)
 
     def _answer(self, training: Training, request: Request) -> dict[str, Any]:
         step = training.progress.step

@@ -24,7 +24,7 @@ from hetexp.comm.connections.revocation import Revocation
 from hetexp.comm.connections.sockets import shut_all
 from hetexp.comm.connections.watched_store import WatchedStore, another_connection
 from hetexp.comm.rendezvous import all_gather_json
-from hetexp.core.epoch import Epoch, left_key, plan_key, prepared_key, reformed_key, revoked_key
+from hetexp.core.epoch import Epoch, SignedStore, left_key, plan_key, prepared_key, reformed_key, revoked_key
 from hetexp.core.errors import HandshakeError, HetexpError, PeerLostError, SetupError
 from hetexp.core.lines import last_rows
 from hetexp.core.plan import Plan
@@ -56,14 +56,16 @@ class RankRecovery:
     Args:
         store: the launcher's.
         member: this process's number.
+        secret: by which the run's processes sign (`SignedStore`).
     """
 
-    def __init__(self, store: dist.Store, member: int) -> None:
+    def __init__(self, store: dist.Store, member: int, secret: str) -> None:
         self.member = member
-        self._launcher = self._aside = store
+        self._launcher, self._secret = store, secret
+        self._signed = self._aside = SignedStore(store, secret)
         """The launcher's store; `_aside` is a connection for the threads that revoke groups."""
-        self._watch = LauncherNews(store, self._broken)
-        self.requests = RankCommands(store)
+        self._watch = LauncherNews(store, secret, self._broken)
+        self.requests = RankCommands(self._signed)
         self.epoch = 0
         """Number of the epoch whose group this rank is in, or is about to form."""
         self._forming = False
@@ -74,7 +76,7 @@ class RankRecovery:
 
     def start(self) -> None:
         """Start watching for epochs and requests."""
-        self._aside = another_connection(self._launcher)
+        self._aside = SignedStore(another_connection(self._launcher), self._secret)
         self._watch.start()
 
     def stop(self) -> None:
@@ -165,9 +167,9 @@ class RankRecovery:
     def _end_together(self, training: Training) -> None:
         """End the group's collectives after its last step, once no member needs another's messages."""
         members = self._members or tuple(range(training.state.plan.world_size))
-        self._launcher.set(left_key(self.epoch, self.member), "")
+        self._signed.write(left_key(self.epoch, self.member), "")
         keys, pause = [left_key(self.epoch, member) for member in members], threading.Event()
-        while not self._launcher.check(keys):
+        while any(self._signed.read(key) is None for key in keys):
             if self._watch.broken_since(self.epoch):  # the thread of that epoch ends the collectives
                 return
             pause.wait(HURRIED_SECONDS)
@@ -184,13 +186,13 @@ class RankRecovery:
         revocation.revoke()
         store, pause = self._aside, threading.Event()
         with suppress(RuntimeError):  # the launcher is gone, and this process about to follow it
-            store.set(revoked_key(epoch.number, self.member), "")
+            store.write(revoked_key(epoch.number, self.member), "")
             if not revocation.native:
                 return
             while True:
                 newest = self._watch.members if self._watch.epoch > epoch.number else epoch.members
                 living = set(epoch.members) & set(newest)
-                if store.check([revoked_key(epoch.number, member) for member in living]):
+                if all(store.read(revoked_key(epoch.number, member)) is not None for member in living):
                     break
                 pause.wait(HURRIED_SECONDS)
             revocation.abort()
@@ -214,7 +216,9 @@ class RankRecovery:
         self._members = epoch.members
         if self._watch.broken_since(epoch.number):
             raise PeerLostError("the members of this training have changed")
-        plan = Plan.from_json(self._launcher.get(plan_key(epoch.number))).placed_as(state.plan)
+        if (text := self._signed.read(plan_key(epoch.number))) is None:
+            raise SetupError(f"`{plan_key(epoch.number)}` must be in the run's store, but is not.")
+        plan = Plan.from_json(text).placed_as(state.plan)
         rank = epoch.members.index(self.member)
         donor = -1
 
@@ -235,7 +239,7 @@ class RankRecovery:
                 "steps_lost": 0,
                 "way": "in process",
             }
-            self._launcher.set(reformed_key(epoch.number), json.dumps(message))
+            self._signed.write(reformed_key(epoch.number), json.dumps(message))
             who = ", ".join(device.id for device in plan.devices)
             log.info("epoch %d: %s train from step %d on", epoch.number, who, training.progress.step)
 
@@ -290,7 +294,7 @@ class RankRecovery:
 
     def prepare(self) -> None:
         """Report to the launcher that this process can join."""
-        self._launcher.set(prepared_key(self.member), "1")
+        self._signed.write(prepared_key(self.member), "1")
 
 
 def written(training: Training) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from hetexp.comm.connections.watched_store import another_connection
-from hetexp.core.epoch import LATEST, LATEST_REQUEST, Epoch, Request
+from hetexp.core.epoch import LATEST, LATEST_REQUEST, Epoch, Request, SignedStore
 
 LOOK_SECONDS = 0.1
 """Pause between two looks: a rank with live peers learns of another's loss at most this much later."""
@@ -26,14 +26,17 @@ class LauncherNews:
 
     Args:
         store: the launcher's.
+        secret: by which the launcher signs (`SignedStore`).
         broken: called first with an epoch that says that a member is gone, so that a rank that waits for
             that member in a collective leaves it; it must not wait.
     """
 
-    def __init__(self, store: dist.Store, broken: Callable[[Epoch], object] = lambda epoch: None) -> None:
-        self._store, self._broken = store, broken
+    def __init__(
+        self, store: dist.Store, secret: str, broken: Callable[[Epoch], object] = lambda epoch: None
+    ) -> None:
+        self._store, self._secret, self._broken = store, secret, broken
         self._changed = threading.Condition()
-        self._epoch = Epoch(self._latest(LATEST), (), "")
+        self._epoch = Epoch(self._latest(SignedStore(store, secret), LATEST), (), "")
         self._urgent = 0
         """Number of the newest epoch that broke a group."""
         self._request = 0
@@ -85,19 +88,20 @@ class LauncherNews:
         finally:
             self._hurry.clear()
 
-    def _latest(self, key: str) -> int:
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+    @staticmethod
+    def _latest(store: SignedStore, key: str) -> int:
+        return int(store.read(key) or 0)
 
     def _look(self) -> None:
-        store, request = another_connection(self._store), self._latest(LATEST_REQUEST)
+        store = SignedStore(another_connection(self._store), self._secret)
+        request = self._latest(store, LATEST_REQUEST)
         pause = threading.Event()
         while not self._over.is_set():
             try:
-                number = self._epoch.number + 1
-                if store.check([Epoch.key(number)]):
-                    self._take(Epoch.from_json(store.get(Epoch.key(number))))
+                if (text := store.read(Epoch.key(self._epoch.number + 1))) is not None:
+                    self._take(Epoch.from_json(text))
                     continue
-                while store.check([Request.key(request + 1)]):
+                while store.read(Request.key(request + 1)) is not None:
                     request += 1
                 self._request = request
             except RuntimeError:  # the launcher is gone, and this process about to follow it

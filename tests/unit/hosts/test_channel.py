@@ -74,6 +74,18 @@ def test_both_sides_prove_themselves_and_talk(pair: tuple[socket.socket, socket.
     assert leader.receive() == {"text": "ä" * 1_000}
 
 
+def test_a_secret_cannot_be_read_on_the_way(pair: tuple[socket.socket, socket.socket]) -> None:
+    wait, secret = answered(pair[0]), "5a" * 32
+    member = handshake_as_member(pair[1], TOKEN, "member", "b", 5.0)
+    leader: Channel = wait()[2]
+    sent = [leader.hidden(secret, nonce) for nonce in ("one", "two")]
+    assert len({secret, *sent}) == 3
+    assert [member.hidden(text, nonce) for text, nonce in zip(sent, ("one", "two"), strict=True)] == [
+        secret
+    ] * 2
+    assert member.hidden(sent[0], "two") != secret
+
+
 def test_a_wrong_token_is_refused_on_both_sides(pair: tuple[socket.socket, socket.socket]) -> None:
     wait = answered(pair[0])
     with pytest.raises(RefusedError, match="its token is not this cluster's"):

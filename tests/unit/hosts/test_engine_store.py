@@ -4,6 +4,8 @@ import socket
 import threading
 
 import pytest
+import torch.distributed as dist
+from launched import wait_for
 
 from hetexp.core.errors import SetupError
 from hetexp.core.rank_env import RankEnv
@@ -82,3 +84,20 @@ def test_ranks_that_meet_at_once_and_compute_for_long_afterwards_say_nothing(
     first.gather("done")
     late.join()
     assert capfd.readouterr().err == ""
+
+
+def test_with_a_secret_only_rank_0_commands(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HETEXP_CLUSTER_TOKEN", "5a" * 32)
+    first, second = EngineStore(rank_env(0, port), 10.0), EngineStore(rank_env(1, port), 10.0)
+    intruder = dist.PrefixStore("hetexp/0", dist.TCPStore("127.0.0.1", port, is_master=False))
+    intruder.set("command/0", '{"plan": "of another user"}')
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(second.next_command()))
+    thread.start()
+    wait_for(lambda: "`command/0` in the run's store must be signed" in caplog.text, "word of the intruder")
+    assert found == []
+    first.send_command({"end": None})
+    thread.join(60)
+    assert found == [{"end": None}]

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from stranger import NOBODY
 
 from hetexp.commands.control import main_add, main_control
 from hetexp.core.errors import SetupError, UsageError
@@ -89,6 +90,23 @@ def test_what_is_no_order(run: Path, tmp_path: Path) -> None:
         assert "plain file" in told["aaaaaaa8.answer.json"]["text"]
         assert len(told) == 8
     assert secret.exists()
+
+
+def test_the_order_of_another_user_does_not_count(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ControlServer(run) as server:
+        folder = run / "control"
+        for name in ("aaaaaaa1", "aaaaaaa2"):
+            (folder / f"{name}.json").write_text('{"command": "stop"}')
+        if os.geteuid() == 0:
+            os.chown(folder / "aaaaaaa1.json", NOBODY, NOBODY)
+            assert [command.id for command in server.commands()] == ["aaaaaaa2"]
+        else:
+            monkeypatch.setattr(os, "getuid", lambda: NOBODY)
+            assert server.commands() == []
+        told = json.loads((folder / "aaaaaaa1.answer.json").read_text())
+        (folder / "aaaaaaa1.answer.json").unlink()
+    assert not told["done"]
+    assert "the run's own user" in told["text"]
 
 
 def test_orders_that_nobody_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ def test_shared_cards_are_not_waited_for(tmp_path: Path) -> None:
 def test_the_cpu_is_one_jobs_at_a_time(tmp_path: Path, devices: list[str]) -> None:
     specs = cards("nvidia")
     request, other = request_of(tmp_path, "0"), request_of(tmp_path, "1")
-    slot = tmp_path / "sweep" / ".cpu.lock"
+    slot = tmp_path / "sweep" / ".cpu"
     one_cpu = [DeviceSpec("cpu:0", "cpu", 0, "CPU", "cpu")]
     hardware = {"devices": devices}
     with Leases(one_cpu, str(other.run_dir), slot):

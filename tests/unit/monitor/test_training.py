@@ -123,6 +123,12 @@ class TestService:
         thread.start()
         return thread, ending
 
+    def test_a_lock_that_cannot_be_opened_is_another_users(self, tmp_path: Path) -> None:
+        url = f"sqlite:///{tmp_path / 'theirs.sqlite'}"
+        lock_path(url).symlink_to(tmp_path / "elsewhere")
+        assert any_sampler(url)
+        assert not (tmp_path / "elsewhere").exists()
+
     def test_samples_until_it_is_told_to_end(self, url: str, store: Store, folder: Path) -> None:
         seen: list[tuple[float, Sequence[Sample]]] = []
         enough = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import tempfile
@@ -205,6 +206,28 @@ def test_what_a_killed_rank_left_is_reclaimed(tmp_path: Path) -> None:
     other.touch()
     assert reclaim(folder) == [left.name]
     assert list(folder.iterdir()) == [other]
+
+
+def test_a_link_in_the_place_of_a_segment_is_not_opened(tmp_path: Path) -> None:
+    """To open a file and close it again ends this process's locks on it."""
+    victim = tmp_path / "victim"
+    victim.touch()
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    (folder / f"{PREFIX}1-link").symlink_to(victim)
+    with victim.open("r+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        assert reclaim(folder) == []
+        assert each(1, tmp_path / "one", _is_locked, str(victim)) == [True]
+
+
+def _is_locked(rank: int, size: int, store: dist.Store, path: str) -> bool:
+    with Path(path).open() as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def test_what_a_living_rank_has_stays(tmp_path: Path) -> None:

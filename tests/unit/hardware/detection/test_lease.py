@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import logging
 import os
+import pwd
+import re
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from stranger import NOBODY, needs_root, stranger
 
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import SetupError
+from hetexp.hardware.detection import lease
 from hetexp.hardware.detection.lease import Leases, choosing, folder, held_by_others, holder, owners
 
 CARD = DeviceSpec("cuda:0", "cuda", 0, "RTX 3090", "nvidia", uuid="GPU-8932f937")
 OTHER = DeviceSpec("cuda:1", "cuda", 1, "RTX 4090", "nvidia", uuid="GPU-aaaa")
 CPU = DeviceSpec("cpu:0", "cpu", 0, "CPU", "cpu")
-Plant = Callable[[Path, Path], None]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +42,7 @@ def test_a_lease_is_held_and_given_back() -> None:
         assert f"the run outputs/one (process {os.getpid()} of " in str(holder(CARD))
         assert holder(OTHER) is None
     assert holder(CARD) is None
-    assert not list(folder().glob("*.json"))
+    assert not list(folder().iterdir())
 
 
 def test_the_second_run_is_refused_and_keeps_nothing() -> None:
@@ -87,153 +92,234 @@ def test_a_lease_ends_with_its_owner_however_that_one_ends(tmp_path: Path) -> No
         assert "outputs/next" in str(holder(CARD))
 
 
-def test_a_broken_note_is_no_reason_to_fail() -> None:
-    with Leases([CARD], "outputs/one"):
-        for note in folder().glob("*.json"):
-            note.write_text("{")
-        assert holder(CARD) == "another hetexp run"
-
-
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    """The folder that all users share, as another run has left it."""
-    path = tmp_path / "hetexp-leases"
-    path.mkdir()
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of temporary files in which all users may make files, as `/tmp`."""
+    path = Path(tempfile.mkdtemp(dir="/tmp"))
     path.chmod(0o1777)
-    return path
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A file that a stranger would like to see overwritten."""
+    """A file that another user would like to see overwritten."""
     path = tmp_path / "victim"
-    path.write_text(json.dumps({"owner": "victim", "pid": 1, "user": "me"}))
+    path.write_text(json.dumps({"owner": "victim", "pid": 1}))
     return path
 
 
-def test_all_users_may_write_whatever_the_umask_is(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    try:
-        with Leases([CARD], "outputs/one"):
-            modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in folder().iterdir()}
-    finally:
-        os.umask(before)
-    assert modes[".lock"] == 0o666
-    assert stat.S_IMODE((tmp_path / "hetexp-leases").stat().st_mode) == 0o1777
+def left(path: Path) -> list[str]:
+    return [file.name for file in path.iterdir()]
 
 
-def test_a_planted_note_is_not_written_through(shared: Path, victim: Path) -> None:
-    content = victim.read_text()
-    for link in (Path.symlink_to, Path.hardlink_to):
-        link(shared / "GPU-8932f937.json", victim)
-        with Leases([CARD], "outputs/one"):
-            assert victim.read_text() == content
-            assert "outputs/one" in str(holder(CARD))
-            assert owners() == [("outputs/one", os.getpid())]
-        assert victim.read_text() == content
+def planted(make: Callable[[Path], object], key: str = "GPU-8932f937", uid: int = NOBODY) -> Path:
+    """Let something lie where a lease of a user would be."""
+    place = Path(tempfile.gettempdir()) / f"hetexp-leases-{uid}"
+    place.mkdir(exist_ok=True)
+    make(place / f"{key}.0123456789abcdef.lease")
+    return place
 
 
-def test_a_planted_note_is_not_followed(shared: Path, victim: Path) -> None:
-    with Leases([CARD], "outputs/one"):
-        note = shared / "GPU-8932f937.json"
-        note.unlink()
-        note.symlink_to(victim)
-        assert holder(CARD) == "another hetexp run"
-        assert owners() == []
-        note.unlink()
-        os.mkfifo(note)
-        assert holder(CARD) == "another hetexp run"
-        note.unlink()
+def test_only_the_user_may_write_whatever_the_umask_is() -> None:
+    for mask in (0o077, 0o000):
+        before = os.umask(mask)
+        try:
+            with Leases([CARD], "outputs/one"):
+                modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in folder().iterdir()}
+                assert stat.S_IMODE(folder().stat().st_mode) == 0o755
+        finally:
+            os.umask(before)
+        assert modes == {".lease": 0o644}
+        folder().chmod(0o777)
 
 
-@pytest.mark.parametrize("plant", [lambda path, to: path.symlink_to(to), lambda path, to: os.mkfifo(path)])
-def test_a_planted_lock_is_refused_in_a_sentence(shared: Path, victim: Path, plant: Plant) -> None:
-    content = victim.read_text()
-    path = shared / "GPU-8932f937.lock"
-    plant(path, victim)
-    with pytest.raises(
-        SetupError, match=rf"lease of cuda:0 .* `{path}` of user \d+ cannot be opened .*share_devices"
-    ):
-        Leases([OTHER, CARD], "outputs/one").__enter__()
-    assert holder(OTHER) is None
+@needs_root
+def test_two_users_do_not_take_the_same_card(shared: Path) -> None:
+    def run() -> Leases:
+        return Leases([CARD], "/home/other/outputs/run").__enter__()
+
+    with stranger(run) as pid:
+        user = pwd.getpwuid(NOBODY).pw_name
+        told = f"the run /home/other/outputs/run (process {pid} of {user})"
+        assert holder(CARD) == told
+        assert held_by_others() == {"GPU-8932f937"}
+        with pytest.raises(SetupError, match=re.escape(f"is held by {told}. Wait for it")):
+            Leases([OTHER, CARD], "outputs/two").__enter__()
+        assert holder(OTHER) is None
+        with Leases([OTHER], "outputs/two"), stranger(lambda: Leases([CPU], "outputs/three").__enter__()):
+            pass
     assert holder(CARD) is None
-    (shared / "choosing.lock").symlink_to(victim)
-    with (
-        pytest.raises(SetupError, match=r"choosing\.lock` of user \d+ cannot be opened \(it is a link\)"),
-        choosing(),
-    ):
-        pass
-    assert victim.read_text() == content
 
-
-def test_files_that_only_another_user_may_open(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def denied(path: str, *arguments: int, **named: int) -> int:
-        if str(path).startswith(str(shared)):
-            raise PermissionError(13, "Permission denied", path)
-        return opened(path, *arguments, **named)
-
-    for name in ("GPU-8932f937.lock", "choosing.lock"):
-        (shared / name).touch(0o600)
-    monkeypatch.setattr(os, "open", denied)
-    with pytest.raises(SetupError, match=r"cannot be opened \(Permission denied\)"), choosing():
-        pass
-    with pytest.raises(SetupError, match=r"cannot be opened \(Permission denied\)"):
-        Leases([CARD], "outputs/one").__enter__()
-    assert holder(CARD) is None
-    assert held_by_others() == frozenset()
-
-
-def test_a_file_that_another_user_left_is_locked_like_any_other(shared: Path) -> None:
-    for name in ("GPU-8932f937.lock", "choosing.lock"):
-        (shared / name).touch()
-        (shared / name).chmod(0o666)
-        if os.geteuid() == 0:
-            os.chown(shared / name, 65534, 65534)
-    with choosing(), Leases([CARD], "outputs/one"):
-        assert "outputs/one" in str(holder(CARD))
+    def refused() -> None:
+        with pytest.raises(SetupError, match="is held by the run outputs/mine"):
+            run()
         assert held_by_others() == {"GPU-8932f937"}
 
+    with Leases([CARD], "outputs/mine"), stranger(refused):
+        assert "outputs/mine" in str(holder(CARD))
 
-def test_a_folder_that_is_a_link_is_left_for_one_of_ones_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    elsewhere.chmod(0o1777)
-    (tmp_path / "hetexp-leases").symlink_to(elsewhere)
-    with caplog.at_level(logging.WARNING), Leases([CARD], "outputs/one"):
-        assert folder() == tmp_path / f"hetexp-leases-{os.geteuid()}"
-        assert stat.S_IMODE(folder().stat().st_mode) == 0o700
+
+@needs_root
+def test_a_users_lease_is_in_nobody_elses_hands(shared: Path) -> None:
+    """Neither writes another user into it, nor removes it, nor keeps it when its run has ended."""
+    first = Leases([CARD], "outputs/mine").__enter__()
+    (lease,) = folder().iterdir()
+
+    def attack() -> list[int]:
+        for damage in (lease.unlink, lambda: lease.write_text("{}"), lambda: (lease.parent / "x").touch()):
+            with pytest.raises(PermissionError):
+                damage()
+        with pytest.raises(PermissionError):
+            lease.parent.rename(shared / "gone")
+        opened = os.open(lease, os.O_RDONLY)
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="temporarily unavailable"):
+            fcntl.lockf(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return [opened]
+
+    with stranger(attack):
+        assert "outputs/mine" in str(holder(CARD))
+        first.__exit__()
+        assert holder(CARD) is None
+        with Leases([CARD], "outputs/next"):
+            pass
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
+def test_a_folder_that_another_user_has_made_is_not_used(shared: Path, victim: Path, mode: int) -> None:
+    mine = shared / f"hetexp-leases-{os.geteuid()}"
+
+    def squat() -> None:
+        mine.mkdir()
+        mine.chmod(mode)
+        (mine / "GPU-8932f937.0123456789abcdef.lease").symlink_to(victim)
+
+    content = victim.read_text()
+    with stranger(squat), Leases([CARD], "outputs/one"):
+        assert folder() != mine
+        assert folder().stat().st_uid == os.geteuid()
+        assert folder() == folder()
         assert "outputs/one" in str(holder(CARD))
         with pytest.raises(SetupError, match="is held by the run outputs/one"):
             Leases([CARD], "outputs/two").__enter__()
-    assert not list(elsewhere.iterdir())
-    (told,) = caplog.messages
-    assert "must be a folder for all users, but it is a link" in told
-    assert "does not see those of other users" in told
+        with stranger(lambda: Leases([OTHER], "elsewhere").__enter__()), choosing():
+            assert held_by_others() == {"GPU-8932f937", "GPU-aaaa"}
+    assert victim.read_text() == content
 
 
-@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777, 0o1700])
-def test_another_users_folder_is_used_only_if_all_may_write_and_none_may_remove(
-    shared: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+def test_a_folder_that_is_a_link_is_not_used(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / f"hetexp-leases-{os.geteuid()}").symlink_to(elsewhere)
+    with Leases([CARD], "outputs/one"), choosing():
+        assert not folder().is_symlink()
+        assert "outputs/one" in str(holder(CARD))
+    assert left(elsewhere) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.symlink_to(path.parents[1] / "victim"),
+        lambda path: path.hardlink_to(path.parents[1] / "victim"),
+        lambda path: os.mkfifo(path),
+        lambda path: path.mkdir(),
+        lambda path: path.write_text("{"),
+    ],
+)
+@pytest.mark.parametrize("key", ["GPU-8932f937", "choosing"])
+def test_what_is_no_lease_of_its_user_holds_nothing(
+    victim: Path, make: Callable[[Path], object], key: str
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: shared.stat().st_uid + 1)
-    assert folder() == shared
-    shared.chmod(mode)
-    with pytest.raises(SetupError, match=r"must be a folder that only you may write to, but .* TMPDIR"):
-        folder()  # the one of its own is another user's here, too
-    with pytest.raises(SetupError):
-        Leases([CARD], "outputs/one").__enter__()
+    """Neither in the folder of another user nor in that of this one."""
+    place, content = planted(make, key), victim.read_text()
+    for uid in (NOBODY, os.geteuid()):
+        place = place.rename(place.with_name(f"hetexp-leases-{uid}"))
+        with choosing(), Leases([CARD], "outputs/one"):
+            assert "outputs/one" in str(holder(CARD))
+        assert holder(CARD) is None
+    assert victim.read_text() == content
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "note", ["{", "[" * 20_000, "[]", '{"owner": 1}', '{"owner": "\\u001b[2J", "pid": 1}']
+)
+def test_a_note_of_another_user_is_only_words(shared: Path, note: str) -> None:
+    def hold() -> Any:
+        place = planted(lambda path: path.write_text(note))
+        file = next(place.iterdir()).open("r+")
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        return file
+
+    with stranger(hold):
+        told = str(holder(CARD))
+        assert pwd.getpwuid(NOBODY).pw_name in told
+        assert told.isprintable()
+        assert owners() == []
+
+
+@needs_root
+def test_nobody_holds_a_card_in_the_name_of_another(shared: Path) -> None:
+    def hold() -> Any:
+        place = planted(lambda path: path.write_text('{"owner": "run", "pid": 1}'), uid=4242)
+        file = next(place.iterdir()).open("r+")
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        return file
+
+    with stranger(hold):
+        assert holder(CARD) is None
+        (shared / "hetexp-leases-4242").rename(shared / f"hetexp-leases-{NOBODY}")
+        assert holder(CARD) is not None
+
+
+@needs_root
+def test_only_the_folder_of_its_own_user_counts_as_a_run(shared: Path, tmp_path: Path) -> None:
+    theirs = shared / "run"
+
+    def hold() -> list[Leases]:
+        theirs.mkdir()
+        return [Leases([CARD], str(tmp_path)).__enter__(), Leases([OTHER], str(theirs)).__enter__()]
+
+    with stranger(hold) as pid:
+        assert owners() == [(str(theirs), pid)]
+
+
+@needs_root
+def test_another_user_cannot_stop_the_choice_of_cards(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease, "OTHERS_SECONDS", 0.3)
+
+    def choose() -> Any:
+        context = choosing()
+        context.__enter__()
+        return context
+
+    with stranger(choose) as pid, choosing(), Leases([CARD], "outputs/one"):
+        (told,) = caplog.messages
+        assert f"process {pid} of" in told
+        assert "is not waited for any longer" in told
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    for act in (Leases([CARD], "outputs/one").__enter__, choosing().__enter__):
+        with pytest.raises(SetupError, match=r"missing/hetexp-leases-\d+` must be .* Set TMPDIR to"):
+            act()
     assert holder(CARD) is None
     assert (owners(), held_by_others()) == ([], frozenset())
 
 
-def test_ones_own_folder_gets_the_right_mode(shared: Path) -> None:
-    shared.chmod(0o755)
-    assert folder() == shared
-    assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
+def test_what_killed_runs_have_left_is_removed() -> None:
+    with Leases([OTHER], "outputs/one"):
+        planted(lambda path: path.write_text("{}"), uid=os.geteuid())
+        assert len(left(folder())) == 2
+        assert holder(CARD) is None
+        assert len(left(folder())) == 1
 
 
 def test_a_forked_child_holds_no_lease() -> None:

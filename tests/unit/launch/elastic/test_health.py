@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_store import SECRET, Store
 
-from hetexp.core.epoch import beat_key
+from hetexp.core.epoch import SignedStore, beat_key
 from hetexp.hardware.backends.cpu import CpuBackend
 from hetexp.launch.elastic.health import HealthMonitor, Usage, usage_of
 from hetexp.launch.elastic.heartbeat import Heartbeat
@@ -27,24 +28,19 @@ class Scene:
 
     def __init__(self) -> None:
         self.now, self.usage = 0.0, dict.fromkeys((10, 11), IDLE)
-        self.values: dict[str, str] = {}
+        self.store = Store()
+        self.signed = SignedStore(self.store, SECRET)
         self.counts = [0, 0]
         process: Any
         self.members = []
         for number in range(2):
             process = type("Process", (), {"pid": 10 + number})()
             self.members.append(Member(number, CpuBackend.describe(number), process, Path("log")))
-        self.watch = HealthMonitor(self, 1.0, lambda: self.now, lambda pid: self.usage[pid])
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str) -> str:
-        return self.values[key]
+        self.watch = HealthMonitor(self.signed, 1.0, lambda: self.now, lambda pid: self.usage[pid])
 
     def beat(self, member: int, step: int = 0, doing: str = "steps") -> None:
         self.counts[member] += 1
-        self.values[beat_key(member)] = Heartbeat(self.counts[member], step, doing).to_json()
+        self.signed.write(beat_key(member), Heartbeat(self.counts[member], step, doing).to_json())
 
     def after(self, seconds: float, *beating: int, works: bool = False) -> set[int]:
         """Return who was found frozen while these members beat and the others did not."""
@@ -71,6 +67,15 @@ def test_a_stopped_process(scene: Scene) -> None:
     scene.usage[11] = replace(IDLE, stopped=True)
     assert scene.after(0.9, 0) == set()
     assert scene.after(0.4, 0) == {1}
+
+
+def test_a_beat_that_another_process_has_written_is_no_sign_of_life() -> None:
+    scene, found = Scene(), set[int]()
+    scene.after(0.5, 0, 1)
+    for count in range(100, 130):
+        scene.store.set(beat_key(1), Heartbeat(count, count, "steps").to_json())
+        found |= scene.after(0.1, 0)
+    assert found == {1}
 
 
 def test_one_that_waits_in_a_driver(scene: Scene) -> None:

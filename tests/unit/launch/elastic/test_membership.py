@@ -9,37 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_store import signed
 from support import plan_on, unbuilt_config
 
 from hetexp.core.device import DeviceSpec
-from hetexp.core.epoch import LATEST, Departure, Epoch, reformed_key
+from hetexp.core.epoch import LATEST, Departure, Epoch, SignedStore, reformed_key
 from hetexp.core.plan import Plan
 from hetexp.hardware.catalogue import card
 from hetexp.hardware.emulation.emulated import EmulatedBackend
 from hetexp.launch.elastic.membership import Membership, device_trouble
 from hetexp.launch.processes.failure import RankFailure
 
-
-class Store(dict[str, str]):
-    """The launcher's store, without a network."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-
 CARDS = [EmulatedBackend.describe_card(i, card("rtx_3090")) for i in range(3)]
 
 
 @pytest.fixture
-def store() -> Store:
-    return Store()
+def store() -> SignedStore:
+    return signed()
 
 
 @pytest.fixture
-def membership(tmp_path: Path, store: Store) -> Membership:
+def membership(tmp_path: Path, store: SignedStore) -> Membership:
     plan = plan_on(CARDS, unbuilt_config(trainer={"global_batch_size": 12}), run_dir=str(tmp_path))
     return Membership(replace(plan, store_port=1234), store)
 
@@ -48,12 +38,12 @@ def gone(device: DeviceSpec, member: int, kind: str = "SIGKILL") -> Departure:
     return Departure(member, device.id, kind, time.time())
 
 
-def newest(store: Store) -> tuple[Epoch, Plan]:
-    epoch = Epoch.from_json(store[Epoch.key(int(store[LATEST]))])
+def newest(store: SignedStore) -> tuple[Epoch, Plan]:
+    epoch = Epoch.from_json(store.read(Epoch.key(int(store.read(LATEST) or 0))) or "")
     return epoch, Plan.read(Path(epoch.plan))
 
 
-def test_a_member_goes_and_its_device_comes_back(membership: Membership, store: Store) -> None:
+def test_a_member_goes_and_its_device_comes_back(membership: Membership, store: SignedStore) -> None:
     membership.leave({0: gone(CARDS[0], 0)}, {0: 17})
     epoch, plan = newest(store)
     assert (epoch.number, epoch.members, epoch.joined, epoch.urgent) == (1, (1, 2), (), True)
@@ -63,7 +53,7 @@ def test_a_member_goes_and_its_device_comes_back(membership: Membership, store: 
     assert plan.store_port == 1234
     assert membership.take_report() is None
     told = {"step": 17, "donor": 1, "seconds": 0.1, "steps_lost": 0, "way": "in process"}
-    store[reformed_key(1)] = json.dumps(told)
+    store.write(reformed_key(1), json.dumps(told))
     assert (membership.take_report() or {})["step"] == 17
     assert membership.take_report() is None  # once
     (loss,) = membership.unreported()
@@ -84,12 +74,14 @@ def test_a_member_goes_and_its_device_comes_back(membership: Membership, store: 
     assert plan.devices == tuple(CARDS)
 
 
-def test_losses_of_two_epochs_end_with_the_group_that_forms(membership: Membership, store: Store) -> None:
+def test_losses_of_two_epochs_end_with_the_group_that_forms(
+    membership: Membership, store: SignedStore
+) -> None:
     membership.leave({1: gone(CARDS[1], 1)})
     membership.leave({2: gone(CARDS[2], 2, "Frozen")})
-    store[reformed_key(1)] = json.dumps({"step": 3, "steps_lost": 0})  # too late to count
+    store.write(reformed_key(1), json.dumps({"step": 3, "steps_lost": 0}))  # too late to count
     assert membership.take_report() is None
-    store[reformed_key(2)] = json.dumps({"step": 4, "steps_lost": 0})
+    store.write(reformed_key(2), json.dumps({"step": 4, "steps_lost": 0}))
     assert membership.take_report() is not None
     assert [(loss.device, loss.kind, loss.step) for loss in membership.unreported()] == [
         ("emulated:1", "SIGKILL", 4),
@@ -98,7 +90,7 @@ def test_losses_of_two_epochs_end_with_the_group_that_forms(membership: Membersh
     assert newest(store)[1].local_batch_sizes == (12,)
 
 
-def test_one_more_device(membership: Membership, store: Store) -> None:
+def test_one_more_device(membership: Membership, store: SignedStore) -> None:
     more = EmulatedBackend.describe_card(3, card("rtx_3090"))
     place = membership.extend(more, 0.25, "float32", 1)
     assert membership.member_at(place) is None
@@ -141,10 +133,10 @@ def test_whose_trouble_it_is(
     assert device_trouble(RankFailure(1, kind, message, peer_lost=peer_lost), code) == trouble
 
 
-def test_who_came_too_late_is_left_out_without_a_word(membership: Membership, store: Store) -> None:
+def test_who_came_too_late_is_left_out_without_a_word(membership: Membership, store: SignedStore) -> None:
     """The others have done the last step, and have ended or are about to."""
     membership.leave({0: gone(CARDS[0], 0)})
-    store[reformed_key(1)] = json.dumps({"step": 17})
+    store.write(reformed_key(1), json.dumps({"step": 17}))
     membership.take_report()
     membership.withdraw()
     assert list(membership.members) == [1, 2]
@@ -152,4 +144,4 @@ def test_who_came_too_late_is_left_out_without_a_word(membership: Membership, st
     assert [*membership.members, membership.forming] == [3, 1, 2, True]
     membership.withdraw()
     assert [*membership.members, membership.forming] == [1, 2, False]
-    assert store[LATEST] == "2"
+    assert store.read(LATEST) == "2"

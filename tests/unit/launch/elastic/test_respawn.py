@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_store import signed
 from support import plan_on, unbuilt_config
 
 from hetexp.core.config import read_config
@@ -18,14 +19,6 @@ from hetexp.launch.elastic.respawn import Respawns
 from hetexp.launch.processes.members import Member
 
 CPUS = [CpuBackend.describe(place) for place in range(2)]
-
-
-class Store(dict[str, str]):
-    def set(self, key: str, value: str) -> None:
-        self[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
 
 
 class Process:
@@ -42,7 +35,8 @@ class Scene:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = unbuilt_config(fault={"respawn": 10, "respawn_seconds": 1.0, "spare": False})
-        self.now, self.store, self.started = 0.0, Store(), list[Member]()
+        self.now, self.started = 0.0, list[Member]()
+        self.store = signed()
         plan = plan_on(CPUS, config, run_dir=str(folder), collective_backend="gloo")
         self.membership = Membership(replace(plan, store_port=1), self.store)
         first: Any = Process()
@@ -52,7 +46,9 @@ class Scene:
         show: Callable[[str], None] = lambda text: None  # noqa: E731
         self.respawns = Respawns(self.membership, read_config(config), self.store, self.started, show)
 
-    def _start(self, plan: Any, path: Any, rank: int, method: str, number: int, *_: Any) -> Member:
+    def _start(
+        self, plan: Any, path: Any, rank: int, method: str, secret: str, number: int, *_: Any
+    ) -> Member:
         process: Any = Process()
         return Member(number, CPUS[1], process, path)
 
@@ -72,7 +68,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 def test_the_pause_doubles_until_the_device_takes_part(scene: Scene) -> None:
     epoch = scene.membership.leave({1: Departure(1, "cpu:1", "SIGKILL", 0.0)})
-    scene.store.set(reformed_key(epoch.number), "{}")
+    scene.store.write(reformed_key(epoch.number), "{}")
     assert scene.membership.take_report() is not None
     scene.respawns.after_loss(CPUS[1])
     pauses = [scene.pause()]
@@ -82,7 +78,7 @@ def test_the_pause_doubles_until_the_device_takes_part(scene: Scene) -> None:
         scene.respawns.poll()
         pauses.append(scene.pause())
     assert pauses == [1.0, 2.0, 4.0]
-    scene.store.set(prepared_key(scene.started[-1].number), "1")
+    scene.store.write(prepared_key(scene.started[-1].number), "1")
     scene.respawns.poll()
     scene.respawns.formed(12)
     scene.respawns.after_loss(CPUS[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stranger import NOBODY
 
 import hetexp
 from hetexp.core.errors import SetupError
@@ -314,3 +316,21 @@ def test_versions_are_read_from_the_folder(tmp_path: Path) -> None:
     assert version_of(str(python)) is None
     (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\nversion_info = 3.12.4.final.0\n")
     assert version_of(str(python)) == "3.12.4"
+
+
+def test_an_interpreter_that_another_user_may_have_named_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HETEXP_HOME", str(tmp_path))
+    path = tmp_path / "environments.json"
+    path.write_text(json.dumps({"one": sys.executable}))
+    assert recorded_interpreters() == {"one": sys.executable}
+    for file in (path, tmp_path):
+        mode = file.stat().st_mode
+        file.chmod(0o777)
+        assert recorded_interpreters() == {}
+        assert f"{file} must be writable by you alone" in caplog.messages[-1]
+        file.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, NOBODY)
+        assert recorded_interpreters() == {}

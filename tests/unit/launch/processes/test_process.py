@@ -59,7 +59,7 @@ def test_auto_forks_no_rank_whose_libraries_may_read_variables(
         "hetexp.launch.processes.members.start_rank", lambda start, method: methods.append(method)
     )
     plan = plan_on([CpuBackend.describe(0)], unbuilt_config(**changes), run_dir=str(tmp_path))
-    start_member(replace(plan, script=script), tmp_path / "plan.json", 0, "auto")
+    start_member(replace(plan, script=script), tmp_path / "plan.json", 0, "auto", "")
     assert methods == [method]
 
 

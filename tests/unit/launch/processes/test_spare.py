@@ -42,13 +42,13 @@ def spares(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spares]:
 
 
 def start(plan: Plan) -> Start:
-    return start_of(plan, Path(plan.run_dir) / "plan.json", 0)
+    return start_of(plan, Path(plan.run_dir) / "plan.json", 0, "")
 
 
 def test_a_process_becomes_a_rank(plan: Plan, spares: Spares) -> None:
     """The rank finds no launcher; its log and its failure are those of the member."""
     spares.keep(iter([start(plan)]))
-    member = start_member(plan, Path(plan.run_dir) / "plan.json", 0, "subprocess", 7, True, spares)
+    member = start_member(plan, Path(plan.run_dir) / "plan.json", 0, "subprocess", "", 7, True, spares)
     assert spares.take(sys.executable) is None
     assert wait_for(member.process.poll, "the rank has ended") == 1
     failure = json.loads((Path(plan.run_dir) / "logs" / "rank_7.failure.json").read_text())

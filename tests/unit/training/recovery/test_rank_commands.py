@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from fake_ranks import FakeGroup
+from fake_store import SECRET
 
 from hetexp.comm.communicator import Communicator
-from hetexp.core.epoch import Request
+from hetexp.core.epoch import Request, SignedStore, answer_key
 from hetexp.training.loop import Training
 from hetexp.training.recovery import rank_commands
 from hetexp.training.recovery.rank_commands import Asked, RankCommands, on_request
@@ -31,9 +32,9 @@ def by_path(asked: Asked) -> str:
 
 def ask(make_state: MakeState, *asked: tuple[str, str], world: int = 2) -> tuple[list[dict[str, Any]], Any]:
     """Return the answers, and the first rank's training."""
-    store = dist.HashStore()
+    store = SignedStore(dist.HashStore(), SECRET)
     for number, (name, argument) in enumerate(asked, start=1):
-        store.set(Request.key(number), Request(number, name, argument).to_json())
+        store.write(Request.key(number), Request(number, name, argument).to_json())
 
     def rank(communicator: Communicator) -> Training:
         on = {"dotted": f"{__name__}.by_path"}
@@ -46,7 +47,7 @@ def ask(make_state: MakeState, *asked: tuple[str, str], world: int = 2) -> tuple
         return training
 
     training = FakeGroup(world).run(rank)[0]
-    return [json.loads(store.get(f"answer/{n}")) for n in range(1, len(asked) + 1)], training
+    return [json.loads(store.read(answer_key(n)) or "") for n in range(1, len(asked) + 1)], training
 
 
 def test_a_checkpoint_is_saved_and_named(make_state: MakeState) -> None:

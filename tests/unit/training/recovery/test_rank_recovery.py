@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from fake_ranks import FakeGroup
+from fake_store import SECRET
 
 from hetexp.comm.communicator import Communicator
 from hetexp.core.errors import SetupError
@@ -33,7 +34,7 @@ def agree(make_state: MakeState, *stands: dict[str, Any]) -> list[tuple[Training
             setattr(training, key, value)
         for parameter in state.model.parameters():
             parameter.data.fill_(float(training.progress.step))
-        return training, RankRecovery(store, communicator.rank)._agree(training, store)
+        return training, RankRecovery(store, communicator.rank, SECRET)._agree(training, store)
 
     return FakeGroup(len(stands)).run(rank)
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from fake_store import SECRET
 from launched import wait_for
 
-from hetexp.core.epoch import LATEST, Departure, Epoch, revoked_key
+from hetexp.core.epoch import LATEST, Departure, Epoch, SignedStore, revoked_key
 from hetexp.training.recovery.rank_recovery import RankRecovery
 
 
@@ -20,7 +21,7 @@ def store() -> dist.Store:
 @pytest.fixture
 def rank(store: dist.Store) -> Iterator[RankRecovery]:
     """Member 0 of three that a vendor's library joins; its training thread starts no collective."""
-    recovery = RankRecovery(store, 0)
+    recovery = RankRecovery(store, 0, SECRET)
     recovery.store.revocation.native = True
     recovery.start()
     yield recovery
@@ -28,8 +29,9 @@ def rank(store: dist.Store) -> Iterator[RankRecovery]:
 
 
 def publish(store: dist.Store, epoch: Epoch) -> None:
-    store.set(Epoch.key(epoch.number), epoch.to_json())
-    store.set(LATEST, str(epoch.number))
+    launcher = SignedStore(store, SECRET)
+    launcher.write(Epoch.key(epoch.number), epoch.to_json())
+    launcher.write(LATEST, str(epoch.number))
 
 
 def given_up(store: dist.Store, number: int) -> None:
@@ -47,14 +49,16 @@ def test_all_survivors_give_up_first(store: dist.Store, rank: RankRecovery) -> N
     given_up(store, 1)
     assert revocation.revoked
     assert not revocation.wait_for_abort(0.1)  # member 1 may still take a wrong number for a right one
-    store.set(revoked_key(1, 1), "")
+    store.set(revoked_key(1, 1), "")  # anybody's
+    assert not revocation.wait_for_abort(0.1)
+    SignedStore(store, SECRET).write(revoked_key(1, 1), "")
     assert revocation.wait_for_abort(20.0)
 
 
 def test_a_survivor_that_dies_meanwhile_is_not_waited_for(store: dist.Store, rank: RankRecovery) -> None:
     publish(store, lost(1, 0, 1, 2))
     given_up(store, 1)
-    store.set(revoked_key(1, 2), "")
+    SignedStore(store, SECRET).write(revoked_key(1, 2), "")
     publish(store, lost(2, 0, 2))
     assert rank.store.revocation.wait_for_abort(20.0)
     given_up(store, 2)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from fake_store import SECRET
 from launched import wait_for
 
-from hetexp.core.epoch import LATEST, Epoch, Request
+from hetexp.core.epoch import LATEST, LATEST_REQUEST, Epoch, Request, SignedStore
 from hetexp.training.recovery.watch import LauncherNews
 
 
@@ -16,14 +17,15 @@ def store() -> dist.Store:
 
 
 def publish(store: dist.Store, epoch: Epoch) -> None:
-    store.set(Epoch.key(epoch.number), epoch.to_json())
-    store.set(LATEST, str(epoch.number))
+    launcher = SignedStore(store, SECRET)
+    launcher.write(Epoch.key(epoch.number), epoch.to_json())
+    launcher.write(LATEST, str(epoch.number))
 
 
 def test_the_newest_epoch_is_known(store: dist.Store) -> None:
     broken: list[int] = []
     watch: LauncherNews
-    watch = LauncherNews(store, lambda epoch: broken.append(watch.epoch))
+    watch = LauncherNews(store, SECRET, lambda epoch: broken.append(watch.epoch))
     watch.start()
     assert watch.newest_after(0, 0.01) is None
     publish(store, Epoch(1, (0, 2), "/plan"))
@@ -43,7 +45,7 @@ def test_the_newest_epoch_is_known(store: dist.Store) -> None:
 
 def test_a_newcomer_begins_with_the_present_epoch(store: dist.Store) -> None:
     publish(store, Epoch(7, (0, 2), "/plan"))
-    watch = LauncherNews(store)
+    watch = LauncherNews(store, SECRET)
     assert watch.epoch == 7
     watch.start()
     publish(store, Epoch(8, (0, 2, 9), "/plan", urgent=False))
@@ -53,9 +55,30 @@ def test_a_newcomer_begins_with_the_present_epoch(store: dist.Store) -> None:
 
 
 def test_requests_are_counted(store: dist.Store) -> None:
-    watch = LauncherNews(store)
+    watch = LauncherNews(store, SECRET)
     watch.start()
     assert watch.request == 0
     for number in (1, 2):
-        store.set(Request.key(number), Request(number, "checkpoint").to_json())
+        SignedStore(store, SECRET).write(Request.key(number), Request(number, "checkpoint").to_json())
     wait_for(lambda: watch.request == 2, "the second request")
+
+
+def test_epochs_and_requests_of_others_do_not_count(store: dist.Store) -> None:
+    broken: list[Epoch] = []
+    for number in (1, 2):
+        store.set(Request.key(number), Request(number, "stop").to_json())
+        store.set(Epoch.key(number), Epoch(number, (1,), "/plan").to_json())
+    store.set(LATEST, "2")
+    store.set(LATEST_REQUEST, "2")
+    watch = LauncherNews(store, SECRET, broken.append)
+    watch.start()
+    assert watch.newest_after(0, 0.3) is None  # looks many times
+    SignedStore(store, SECRET).write(Request.key(1), Request(1, "checkpoint").to_json())
+    wait_for(lambda: watch.request == 1, "the launcher's own request")
+    publish(store, Epoch(1, (0, 1), "/plan"))
+    found = watch.newest_after(0, 20.0)
+    assert found is not None
+    assert (found.number, found.members) == (1, (0, 1))
+    assert [epoch.members for epoch in broken] == [(0, 1)]
+    watch.stop()
+    assert watch.request == 1
