@@ -101,7 +101,7 @@ class Access:
         if self.token is None:
             return True
         given = token if isinstance(token, str) else ""
-        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode())
+        return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), self.token.encode())
 
     def host_problem(self, host: str | None) -> str | None:
         """Return the problem of a request's `Host`, `None` if it names this server."""

@@ -56,6 +56,12 @@ def test_addresses_and_given_names_are_answered_where_others_may_ask(dashboard: 
         ({"origin": "http://127.0.0.1:9999"}, 403),
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://evil-127.0.0.1:8765"}, 403),
+        ({"origin": "http://evil.127.0.0.1:8765"}, 403),
+        ({"origin": "http://127.0.0.1:8765.evil.example"}, 403),
+        ({"origin": "http://evil@127.0.0.1:8765"}, 403),
+        ({"origin": "ftp://127.0.0.1:8765"}, 403),
+        ({"origin": "127.0.0.1:8765"}, 403),
         ({"sec-fetch-site": "cross-site"}, 403),
         ({"sec-fetch-site": "same-site"}, 403),
     ],
@@ -88,11 +94,15 @@ def test_the_api_needs_the_token_where_there_is_one(dashboard: Any, ask: Any) ->
     dashboard.access = Access(token=TOKEN)
     right = {"authorization": f"Bearer {TOKEN}"}
     assert ask("GET", "/api/v1/session").json() == {"token_required": True}
-    for path in ("/api/v1/trainings", "/api/v1/system/gpus", "/api/v1/openapi.json", "/api/v1/options"):
+    paths = ("/api/v1/trainings", "/api/v1/system/gpus", "/api/v1/openapi.json", "/api/v1/options")
+    encoded = ("/%61pi/v1/trainings", "/api%2fv1/trainings", "/api/./v1/trainings")
+    for path in (*paths, *encoded):
         refused = ask("GET", path)
         assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
         assert TOKEN not in refused.text
-    for wrong in ("Bearer", "Bearer nearly-the-right-one", f"Basic {TOKEN}", TOKEN, "Bearer \xe9"):
+    near = (TOKEN[:16], TOKEN[:-1], f"{TOKEN[:-1]}z", f"x{TOKEN[1:]}", f"{TOKEN}x", TOKEN.upper())
+    wrong_ones = ("Bearer", "Bearer nearly-the-right-one", f"Basic {TOKEN}", TOKEN, "Bearer \xe9")
+    for wrong in (*wrong_ones, *(f"Bearer {one}" for one in near)):
         headers = {"authorization": wrong.encode("latin-1")}
         assert ask("GET", "/api/v1/trainings", headers=headers).status_code == 401
     assert ask("GET", "/api/v1/trainings", headers=right).status_code == 200
