@@ -90,6 +90,26 @@ def test_large_bodies_are_refused(ask: Any) -> None:
     assert ask("POST", "/api/v1/trainings", content=pieces(), headers=headers).status_code == 413
 
 
+def test_a_body_that_breaks_off_reaches_no_handler() -> None:
+    called = []
+    parts = [{"type": "http.request", "body": b'{"gpu_ids":["cpu"]}', "more_body": True}]
+    parts += [{"type": "http.disconnect"}]
+
+    async def app(*_: Any) -> None:
+        called.append(True)
+
+    async def receive() -> dict[str, Any]:
+        return parts.pop(0)
+
+    async def send(_: dict[str, Any]) -> None: ...
+
+    headers = {"host": "localhost", "content-type": "application/json", "content-length": "1000"}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/trainings", "headers": raw}
+    asyncio.run(Guard(app, Access())(scope, receive, send))
+    assert not called and not parts
+
+
 def test_the_api_needs_the_token_where_there_is_one(dashboard: Any, ask: Any) -> None:
     dashboard.access = Access(token=TOKEN)
     right = {"authorization": f"Bearer {TOKEN}"}
