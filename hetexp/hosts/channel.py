@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import socket
 import socketserver
@@ -21,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from hetexp.hardware.link_probe import received
 
@@ -40,6 +41,12 @@ HEARTBEATS = 5
 _LENGTH = struct.Struct(">I")
 _MAC_BYTES = hashlib.sha256().digest_size
 PURPOSES = ("member", "store", "probe", "files")
+T = TypeVar("T")
+PLAIN = (
+    "Nothing that travels between the machines is encrypted, and gradients, weights and the store are not "
+    "authenticated either: others in the network could read or change them. Use a VPN unless you trust it."
+)
+"""What a run over several machines says at its start."""
 
 
 class WireError(Exception):
@@ -70,8 +77,19 @@ def receive_frame(
     return _parsed(_receive(connection, most_bytes, deadline))
 
 
-def handshake_as_leader(connection: socket.socket, token: bytes, seconds: float) -> tuple[str, str, Channel]:
+def handshake_as_leader(
+    connection: socket.socket,
+    token: bytes,
+    seconds: float,
+    idle_seconds: float = math.inf,
+    proved: Callable[[], None] = lambda: None,
+) -> tuple[str, str, Channel]:
     """Let the member prove itself, then prove ourselves to it.
+
+    Args:
+        seconds: for all of it.
+        idle_seconds: until the member's greeting has come.
+        proved: called when the member has proved itself, before it gets an answer.
 
     Returns:
         Its purpose, the name that it gives itself, and the connection as a channel.
@@ -83,7 +101,7 @@ def handshake_as_leader(connection: socket.socket, token: bytes, seconds: float)
     deadline, nonce = time.monotonic() + seconds, secrets.token_hex(32)
     connection.settimeout(seconds)
     send_frame(connection, {"hetexp": PROTOCOL, "nonce": nonce})
-    greeting = receive_frame(connection, GREETING_BYTES, deadline)
+    greeting = receive_frame(connection, GREETING_BYTES, min(deadline, time.monotonic() + idle_seconds))
     theirs, purpose, name = (_text(greeting, key) for key in ("nonce", "purpose", "name"))
     if greeting.get("hetexp") != PROTOCOL:
         version = greeting.get("hetexp")
@@ -93,6 +111,7 @@ def handshake_as_leader(connection: socket.socket, token: bytes, seconds: float)
     proof = _proof(token, "member", nonce, theirs, purpose, name)
     if not hmac.compare_digest(_text(greeting, "proof"), proof):
         _refuse(connection, "its token is not this cluster's")
+    proved()
     send_frame(connection, {"proof": _proof(token, "leader", nonce, theirs, purpose, name)})
     return purpose, name, Channel(connection, _key(token, nonce, theirs), leads=True)
 
@@ -221,7 +240,7 @@ class Channel:
             lost(f"gave no sign of life for {silence_seconds:g} s (cluster.silence_seconds)")
         except OSError as error:
             lost("closed its connection" + (f" ({error.strerror})" if error.strerror else ""))
-        except (WireError, KeyError, TypeError, ValueError) as error:
+        except (WireError, KeyError, TypeError, ValueError, OverflowError) as error:
             lost(f"sent what it should not ({error})")
 
     def _beat(self, pause_seconds: float) -> None:
@@ -233,16 +252,14 @@ class Channel:
         return hmac.digest(self._key, direction + number.to_bytes(8, "big") + body, "sha256")
 
 
-def connect_within(
-    address: tuple[str, int],
-    seconds: float,
-    source: str | None = None,
-    waits: Callable[[OSError], None] = lambda _: None,
-) -> socket.socket:
-    """Return a connection as soon as the other end accepts it.
+def retried(
+    attempt: Callable[[float], T], seconds: float, waits: Callable[[OSError], None] = lambda _: None
+) -> T:
+    """Return what an attempt to connect returns, the first one without an `OSError`.
 
     Args:
-        source: address of this machine that the connection comes from.
+        attempt: gets the seconds that it may take.
+        seconds: time for all attempts.
         waits: gets the reason of the first failure, if there is time for another attempt.
 
     Raises:
@@ -250,9 +267,8 @@ def connect_within(
     """
     deadline, first = time.monotonic() + seconds, True
     while True:
-        timeout = max(min(TRY_SECONDS, deadline - time.monotonic()), 0.05)
         try:
-            return socket.create_connection(address, timeout, (source, 0) if source is not None else None)
+            return attempt(max(min(TRY_SECONDS, deadline - time.monotonic()), 0.05))
         except OSError as error:
             if time.monotonic() + PAUSE_SECONDS >= deadline:
                 raise

@@ -26,7 +26,7 @@ from hetexp.core.summary import blank_summary
 from hetexp.hardware.detection.inventory import Inventory
 from hetexp.hardware.link_probe import LIMIT_SECONDS, in_words, measured, slowest
 from hetexp.hardware.selection.pool import Selection
-from hetexp.hosts.channel import WireError, handshake_as_leader
+from hetexp.hosts.channel import PLAIN, WireError, handshake_as_leader
 from hetexp.hosts.engine_devices import device_report, gather_devices, threads_of
 from hetexp.hosts.engine_follower import FAILED, run_rank_of
 from hetexp.hosts.engine_store import POLL_SECONDS, EngineStore
@@ -129,6 +129,8 @@ class EngineRanks(RankSource):
         show_plan(plan, console)
         started = f"Started by {self.rank_env.engine} ({self.rank_env.variables}): {NEEDS_LAUNCHER}."
         console.print(started, highlight=False, soft_wrap=True)
+        if len({device.host for device in plan.devices}) > 1:
+            print_line(console, PLAIN)
         path = Path(plan.run_dir) / "summary.json"
         try:
             with diagrams(plan, spec.config, console):

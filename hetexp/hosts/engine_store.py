@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hetexp.core.epoch import SignedStore
 from hetexp.core.errors import SetupError
 from hetexp.core.rank_env import ENGINE, OTHERWISE, RankEnv
-from hetexp.hosts.channel import connect_within
+from hetexp.hosts.channel import retried
 from hetexp.hosts.this_host import local_addresses
 from hetexp.launch.processes.process import CLUSTER_TOKEN
 from hetexp.torch_private import default_store
@@ -181,15 +181,18 @@ def _connect(rank_env: RankEnv, timeout_seconds: float) -> dist.TCPStore:
 
 def _reach(rank_env: RankEnv, timeout_seconds: float) -> None:
     """Return when something listens at the engine's address; say so if that takes long."""
-    address = (rank_env.address, rank_env.port)
+
+    def attempt(seconds: float) -> None:
+        socket.create_connection((rank_env.address, rank_env.port), seconds).close()
+
     first = min(NOTICE_SECONDS, timeout_seconds)
     try:
-        connect_within(address, first).close()
+        retried(attempt, first)
     except OSError:
         if first == timeout_seconds:
             raise
         _explain_wait(rank_env, "rank 0", timeout_seconds)
-        connect_within(address, timeout_seconds - first).close()
+        retried(attempt, timeout_seconds - first)
 
 
 def _address_towards(rank_env: RankEnv) -> str:

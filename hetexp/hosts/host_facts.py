@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -67,10 +68,13 @@ class HostFacts:
         """
         try:
             facts = TypeAdapter(cls).validate_python(raw)
+            json.dumps({**raw, "config": None}, ensure_ascii=False).encode()
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise WireError(f"facts that cannot be read ({where}: {first['msg']})") from None
+        except UnicodeEncodeError:  # half a character, which no terminal shows
+            raise WireError("facts that are no Unicode text") from None
         if len(facts.devices) != len(facts.threads) or not facts.devices:
             raise WireError("facts without devices")
         return facts
@@ -95,7 +99,7 @@ def differences(leader: HostFacts, other: HostFacts, other_time: float, limit_se
             f"({_release(leader.torch)}), each the build for its own cards."
         )
     skew = other.time - other_time
-    if abs(skew) > limit_seconds:
+    if not abs(skew) <= limit_seconds:  # NaN is no time
         way = "ahead of" if skew > 0 else "behind"
         problems.append(
             f"The clock of {b} is {abs(skew):.0f} s {way} that of {a}, and {limit_seconds:g} s are the most "

@@ -14,7 +14,7 @@ from rich.console import Console
 from hetexp.core.errors import HetexpError, SetupError
 from hetexp.hardware.catalogue import Link
 from hetexp.hardware.link_probe import LIMIT_SECONDS, measured, slowest
-from hetexp.hosts.channel import Channel, explain
+from hetexp.hosts.channel import PLAIN, Channel, explain
 from hetexp.hosts.cluster_ranks import JoinedCluster
 from hetexp.hosts.host_facts import differences
 from hetexp.hosts.joined_host import JoinedHost
@@ -82,6 +82,7 @@ class _Leader:
         where = f"{self.info.address}:{cluster.port}"
         rest = ", ".join(f"{host.name} ({host.address})" for host in cluster.hosts[1:])
         self.show(f"{name} leads and waits at {where} for {rest}, up to {limit:g} s (cluster.join_seconds).")
+        self.show(PLAIN)
         try:
             while missing := [name for name in expected if name not in requests]:
                 request = self.server.next_request(deadline)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hetexp.core.errors import SetupError, must_be
 from hetexp.hosts.channel import Channel, Listener, RefusedError, WireError, close_socket, handshake_as_leader
 from hetexp.hosts.checkpoint_transfer import send_folder
 from hetexp.hosts.host_facts import HostFacts
+from hetexp.hosts.newcomers import Newcomers
 from hetexp.hosts.port_forward import relay
 from hetexp.launch.processes.process import Start
 
-MAX_UNPROVED = 16
-"""Connections at a time that have not proved themselves yet; more are closed at once."""
+MAX_UNPROVED, MAX_OF_ADDRESS = 16, 8
+"""Connections at a time that have not proved themselves yet, and those of one address: of more, the oldest is
+closed."""
+IDLE_SECONDS = 3.0
+"""Longest time without a greeting, which a machine sends at once."""
 MAX_LOG_LINES = 1000
 SILENCE_SECONDS = 60.0
 """Longest pause of a machine in reading a checkpoint."""
@@ -53,7 +57,8 @@ class LeaderServer:
 
     def __init__(self, address: str, port: int, token: bytes, answer_seconds: float, folder: Path) -> None:
         self._token, self._seconds, self._folder = token, answer_seconds, folder
-        self._unproved = threading.BoundedSemaphore(MAX_UNPROVED)
+        self._unproved = Newcomers(MAX_UNPROVED, MAX_OF_ADDRESS, self._drop)
+        self._dropped: set[socket.socket] = set()
         self._requests: queue.SimpleQueue[JoinRequest] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[tuple[str, socket.socket]] = queue.SimpleQueue()
         self._stores: set[int] = set()
@@ -114,7 +119,7 @@ class LeaderServer:
     def _serve(self, connection: socket.socket, peer: str) -> bool:
         """Do what a connection is for; return whether it stays open."""
         try:
-            purpose, name, channel = self._prove(connection)
+            purpose, name, channel = self._prove(connection, peer)
             if purpose == "member":
                 self._add_request(name, channel, peer)
             elif purpose == "probe":
@@ -130,13 +135,23 @@ class LeaderServer:
             self._log_refusal(peer, f"it does not speak as hetexp does ({error})")
         return False
 
-    def _prove(self, connection: socket.socket) -> tuple[str, str, Channel]:
-        if not self._unproved.acquire(blocking=False):
-            raise RefusedError(f"more than {MAX_UNPROVED} connections at a time are not answered")
+    def _prove(self, connection: socket.socket, peer: str) -> tuple[str, str, Channel]:
+        proved = partial(self._unproved.remove, connection)
+        self._unproved.add(connection, peer)
         try:
-            return handshake_as_leader(connection, self._token, self._seconds)
+            return handshake_as_leader(connection, self._token, self._seconds, IDLE_SECONDS, proved)
+        except (WireError, OSError):
+            if connection in self._dropped:
+                raise RefusedError("it had not proved itself when newer connections came") from None
+            raise
         finally:
-            self._unproved.release()
+            proved()
+            self._dropped.discard(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._dropped.add(connection)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def _add_request(self, name: str, channel: Channel, peer: str) -> None:
         facts = HostFacts.from_dict(channel.receive(time.monotonic() + self._seconds))
@@ -147,8 +162,8 @@ class LeaderServer:
     def _connect_to_store(self, channel: Channel) -> None:
         """Connect a rank of another machine to the store."""
         port = channel.receive(time.monotonic() + self._seconds).get("port")
-        if port not in self._stores:
-            raise WireError(f"no store at port {port}")
+        if not isinstance(port, int) or port not in self._stores:
+            raise WireError(f"no store at port {port!r:.100}")
         store = socket.create_connection(("127.0.0.1", port), timeout=self._seconds)
         channel.send({"open": True})
         relay(channel.connection, store, self._listener.open)
@@ -156,15 +171,15 @@ class LeaderServer:
     def _send_files(self, channel: Channel) -> None:
         """Send a checkpoint from which ranks of another machine resume."""
         folder = channel.receive(time.monotonic() + self._seconds).get("folder")
-        if folder not in self._folders:
-            raise WireError(f"no checkpoint {folder!r}")
+        if not isinstance(folder, str) or folder not in self._folders:
+            raise WireError(f"no checkpoint {folder!r:.100}")
         channel.connection.settimeout(SILENCE_SECONDS)
-        send_folder(channel, Path(str(folder)))
+        send_folder(channel, Path(folder))
 
     def _log_refusal(self, peer: str, why: str) -> None:
-        self.refusals[f"{peer}: {why}"] += 1
         self._lines += 1
         if self._lines <= MAX_LOG_LINES:
+            self.refusals[f"{peer}: {why}"] += 1
             moment = time.strftime("%Y-%m-%d %H:%M:%S")
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)

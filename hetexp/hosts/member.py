@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,9 +25,9 @@ from hetexp.hosts.channel import (
     Channel,
     RefusedError,
     WireError,
-    connect_within,
     explain,
     handshake_as_member,
+    retried,
 )
 from hetexp.hosts.checkpoint_transfer import receive_folder
 from hetexp.hosts.joined_host import rank_files
@@ -94,16 +94,18 @@ def join_leader(info: HostInfo, console: Console) -> tuple[Channel, str]:
         print_line(console, text)
 
     try:
-        connection = connect_within((address, cluster.port), limit, info.address, waits)
+        channel = connect(info, address, "member", limit, waits)
+    except RefusedError as error:
+        raise SetupError(f"{where} does not let {name} join: {error}.") from None
+    except WireError as error:
+        raise SetupError(f"{where} is no leader of this cluster: {error}.") from None
     except OSError as error:
+        crowd = " Others may crowd there: see cluster.log in the run's folder."
         raise SetupError(
             f"{where}, which leads, did not answer within {limit:g} s (cluster.join_seconds): "
-            f"{explain(error)}."
+            f"{explain(error)}.{crowd if isinstance(error, ConnectionResetError) else ''}"
         ) from None
     try:
-        channel = handshake_as_member(
-            connection, info.token, "member", info.facts.name, cluster.answer_seconds
-        )
         channel.send(info.facts.to_dict() | {"time": info.clock()})
         # All others may still be on their way.
         answer = channel.receive(time.monotonic() + limit + cluster.answer_seconds)
@@ -111,30 +113,47 @@ def join_leader(info: HostInfo, console: Console) -> tuple[Channel, str]:
             with suppress(OSError), connect(info, address, "probe").connection as probed:
                 answer_probe(probed)  # the leader reports what goes wrong
             answer = channel.receive(time.monotonic() + limit + cluster.answer_seconds)
-    except RefusedError as error:
-        connection.close()
-        raise SetupError(f"{where} does not let {name} join: {error}.") from None
     except (WireError, OSError) as error:
-        connection.close()
+        channel.close()
         reason = explain(error) if isinstance(error, OSError) else str(error)
-        raise SetupError(f"{where} is no leader of this cluster, or has ended: {reason}.") from None
+        raise SetupError(f"{where} has ended before the run began: {reason}.") from None
     if answer.get("op") != "welcome":
-        connection.close()
+        channel.close()
         raise RunFailedError(str(answer.get("text", "the leader has ended")))
     devices = ", ".join(device.id for device in info.facts.devices)
     print_line(console, f"{name} has joined {where} with {devices}, and does what it says.")
     return channel, address
 
 
-def connect(info: HostInfo, address: str, purpose: str) -> Channel:
-    """Return another connection to the leader that this machine has joined, after the same handshake.
+def connect(
+    info: HostInfo,
+    address: str,
+    purpose: str,
+    seconds: float | None = None,
+    waits: Callable[[OSError], None] = lambda _: None,
+) -> Channel:
+    """Return a connection to the leader after the handshake, which is tried again when it breaks.
+
+    Args:
+        seconds: for all attempts; `None`: `cluster.answer_seconds`.
+        waits: gets the reason of the first failure.
 
     Raises:
-        WireError, OSError: it does not answer as it did before.
+        WireError, OSError: it refuses this machine, or does not answer in time.
     """
-    seconds = info.cluster.answer_seconds
-    connection = socket.create_connection((address, info.cluster.port), seconds, (info.address, 0))
-    return handshake_as_member(connection, info.token, purpose, info.facts.name, seconds)
+    cluster = info.cluster
+
+    def attempt(seconds: float) -> Channel:
+        connection = socket.create_connection((address, cluster.port), seconds, (info.address, 0))
+        try:
+            return handshake_as_member(
+                connection, info.token, purpose, info.facts.name, cluster.answer_seconds
+            )
+        except BaseException:
+            connection.close()
+            raise
+
+    return retried(attempt, cluster.answer_seconds if seconds is None else seconds, waits)
 
 
 @dataclass

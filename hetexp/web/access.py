@@ -101,7 +101,7 @@ class Access:
         if self.token is None:
             return True
         given = token if isinstance(token, str) else ""
-        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode())
+        return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), self.token.encode())
 
     def host_problem(self, host: str | None) -> str | None:
         """Return the problem of a request's `Host`, `None` if it names this server."""
@@ -152,8 +152,8 @@ class Guard:
 
         refused = self._refused(scope, _headers(scope))
         if refused is None:
-            receive, too_long = await _bounded(receive) if _has_body(scope) else (receive, False)
-            refused = (413, "body", f"`body` must have at most {MOST_BYTES} bytes.") if too_long else None
+            receive, whole = await _bounded(receive) if _has_body(scope) else (receive, True)
+            refused = None if whole else (413, "body", f"`body` must have at most {MOST_BYTES} bytes.")
         if refused is None:
             await self._app(scope, receive, answered)
             return
@@ -216,18 +216,19 @@ async def _bounded(receive: Any) -> tuple[Any, bool]:
     """Read a whole body, up to the limit.
 
     Returns:
-        A function that gives the body to the application, and whether the body is too long.
+        A function that gives the body to the application, and whether the body is whole, neither too
+        long nor broken off.
     """
     parts: list[bytes] = []
     size, message = 0, {"more_body": True}
     while message.get("more_body"):
         message = await receive()
         if message["type"] != "http.request":
-            break
+            return receive, False
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > MOST_BYTES:
-            return receive, True
+            return receive, False
     delivered = False
 
     async def whole() -> Any:
@@ -237,7 +238,7 @@ async def _bounded(receive: Any) -> tuple[Any, bool]:
         delivered = True
         return {"type": "http.request", "body": b"".join(parts), "more_body": False}
 
-    return whole, False
+    return whole, True
 
 
 def _headers(scope: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,6 @@ texts of few characters, which are written out here.
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -74,11 +73,11 @@ class Allowed(Key):
         if self.kind == "text":
             return isinstance(value, str) and _TEXT.fullmatch(value) is not None
         types = (int,) if self.kind in ("int", "ints") else (int, float)
-        if not isinstance(value, types) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, types) or isinstance(value, bool):
             return False
         assert self.minimum is not None
         assert self.maximum is not None
-        return self.minimum <= value <= self.maximum
+        return self.minimum <= value <= self.maximum  # NaN is not
 
 
 def _read_once(read: Callable[[], T]) -> Callable[[], T]:

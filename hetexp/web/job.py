@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from hetexp.core.files import write_json
 from hetexp.hardware.detection.lease import holder
 
 NOTE, LOCK = "job.json", "job.lock"
+RUNS = "outputs"
+"""Folder of runs below the server's working folder."""
 LOG = Path("logs") / "launcher.log"
 _TAIL_BYTES = 64 * 1024
 PROCESSOR = "this machine's processor"
@@ -104,6 +107,22 @@ def read_job(run_dir: Path) -> Job | None:
         return Job(**raw | {"cards": cards, "words": tuple(raw["words"]), "gpu_ids": tuple(raw["gpu_ids"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def own_job(row: Mapping[str, Any], root: Path) -> Job | None:
+    """Return the job of a training that a server of this user has put below `root`, `None` for any other one.
+
+    Who may write the database may name any folder in a row, and a job starts code.
+    """
+    try:
+        run_dir = Path(row["run_dir"]).resolve(strict=True)
+        owners = {run_dir.stat().st_uid, (run_dir / NOTE).lstat().st_uid}
+    except (OSError, ValueError, RuntimeError):  # a null byte, a circle of links
+        return None
+    if owners != {os.getuid()} or not run_dir.is_relative_to((root / RUNS).resolve()):
+        return None
+    job = read_job(run_dir)
+    return job if job is not None and job.id == row["id"] else None
 
 
 def alive(run_dir: Path) -> bool:

@@ -24,7 +24,7 @@ from hetexp.core.files import write_text
 from hetexp.monitor.processes import lives, started_at
 from hetexp.monitor.sample import host_name
 from hetexp.monitor.store import ABANDONED, ACTIVE, Store
-from hetexp.web.job import Job, alive, has_begun, launch, log_tail, read_job, signalled
+from hetexp.web.job import Job, alive, has_begun, launch, log_tail, own_job, signalled
 from hetexp.web.refused import RefusedError
 
 POLL_SECONDS = 0.25
@@ -33,6 +33,7 @@ END_SECONDS = 6.0
 STOP_SECONDS = 45.0
 """Time after which a launcher that was asked to end is killed: a last checkpoint may take a while."""
 MOST_PENDING = 100
+FOREIGN = "its folder is not below this server's outputs, or is another user's, whose server may start it"
 _STATES = {"completed": "completed", "failed": "failed", "interrupted": "stopped"}
 _LOG = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -44,13 +45,14 @@ class Jobs:
     Args:
         store: the monitor's database.
         changed: callback for the row of each changed training, called on the thread.
+        root: the server's working folder; it starts no training of another folder, or of another user.
         stop_seconds: time after which a launcher that was asked to end is killed.
     """
 
     def __init__(
-        self, store: Store, changed: Callable[[Row], None], stop_seconds: float = STOP_SECONDS
+        self, store: Store, changed: Callable[[Row], None], root: Path, stop_seconds: float = STOP_SECONDS
     ) -> None:
-        self._store, self._changed, self._stop_seconds = store, changed, stop_seconds
+        self._store, self._changed, self._root, self._stop_seconds = store, changed, root, stop_seconds
         self._lock = threading.RLock()
         self._wake, self._ending = threading.Event(), False
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -117,13 +119,12 @@ class Jobs:
                 raise RefusedError(
                     409, [("id", f"Training {row['id']} runs on {row['host']}: stop it there.")]
                 )
-            run_dir = Path(row["run_dir"])
-            job = read_job(run_dir)
+            job = own_job(row, self._root)
             if job is not None:
                 job.stopping(time.time())
-                if row["pid"] is None and not alive(run_dir):
-                    self._end(row, "stopped", None)
-            elif row["pid"] is not None and lives(row["pid"], row["process_mark"]):
+            if row["pid"] is None and (job is None or not alive(job.run_dir)):
+                self._end(row, "stopped", None)
+            elif job is None and lives(row["pid"], row["process_mark"]):
                 try:
                     signalled(row["pid"], SIGTERM)
                 except PermissionError:
@@ -152,7 +153,7 @@ class Jobs:
         """Look once: note ends, start waiting trainings, and report changes."""
         with self._lock:
             rows = self._store.trainings(ACTIVE, host_name(), 1000)
-            jobs = {row["id"]: read_job(Path(row["run_dir"])) for row in rows}
+            jobs = {row["id"]: own_job(row, self._root) for row in rows}
             self._start_waiting([row for row in rows if self._goes_on(row, jobs[row["id"]])], jobs)
         self._report_changes()
 
@@ -168,7 +169,7 @@ class Jobs:
     def _goes_on(self, row: Row, job: Job | None) -> bool:
         """Return whether a training has not ended, and note an end that no other process noted."""
         if job is None:
-            return True  # from the command line: the machine's sampler notes its end (`Store.bury`)
+            return True  # not this server's: the machine's sampler notes its end (`Store.bury`)
         run_dir, process = Path(row["run_dir"]), self._processes.get(row["id"])
         if process.poll() is None if process is not None else alive(run_dir):
             self._gone_since.pop(row["id"], None)
@@ -205,7 +206,7 @@ class Jobs:
                 taken |= dict.fromkeys(job.takes, str(row["name"]))
             else:
                 waiting.append((row, job))
-        self._waits = {}
+        self._waits = {row["id"]: [FOREIGN] for row in rows if jobs[row["id"]] is None and row["pid"] is None}
         for row, job in waiting:
             reasons = [f"{device}, which {taken[device]} uses" for device in sorted(job.takes & taken.keys())]
             reasons = reasons or job.held()
@@ -264,7 +265,7 @@ class Jobs:
 
     def _completed(self, row: Row) -> Row:
         """Return the row of an ended training, completed by facts that only the server has."""
-        job = read_job(Path(row["run_dir"])) if row["host"] == host_name() else None
+        job = own_job(row, self._root) if row["host"] == host_name() else None
         with self._lock:
             self._forget(row["id"])
             if job is not None and row["state"] == "failed" and row["error"] == ABANDONED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ MOST_BEHIND = 120
 """Longest queue of a client: two minutes of samples at one a second."""
 TOKEN_SECONDS = 5.0
 WRONG_TOKEN, TOO_SLOW = 4401, 1013
+_LOG = logging.getLogger(__name__)
 
 
 class Hub:
@@ -117,6 +119,9 @@ async def _knows_token(socket: WebSocket, access: Access) -> bool:
         return True
     try:
         message = json.loads(await asyncio.wait_for(socket.receive_text(), TOKEN_SECONDS))
-    except (ValueError, KeyError, WebSocketDisconnect, asyncio.TimeoutError):
+    except (ValueError, KeyError, RecursionError):
+        _LOG.warning("A WebSocket was closed: its first message must be JSON with the token, but is not.")
+        return False
+    except (WebSocketDisconnect, asyncio.TimeoutError):
         return False
     return isinstance(message, dict) and access.knows(message.get("token"))

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetexp.commands.support.command_line import command_parser, exit_code
 
 if TYPE_CHECKING:
+    from uvicorn import Server
+
     from hetexp.core.config import MonitorConfig
     from hetexp.web.access import Access
 
@@ -72,8 +74,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _serve(access: Access, port: int, config: MonitorConfig) -> int:
     """Listen, print the address, and serve."""
-    import uvicorn
-
     from hetexp.web.server import Dashboard, make_app
 
     listener = _listener(access.host, port)
@@ -82,8 +82,22 @@ def _serve(access: Access, port: int, config: MonitorConfig) -> int:
     except Exception:
         listener.close()
         raise
+    shown = f"[{access.host}]" if ":" in access.host else access.host
+    print(f"http://{shown}:{listener.getsockname()[1]}", flush=True)
+    print("Ctrl-C ends the server; trainings go on.", file=sys.stderr, flush=True)
+    server_of(app).run(sockets=[listener])
+    return 0
+
+
+def server_of(app: Any) -> Server:
+    """Return the server of an application, with the limits of its connections."""
+    import uvicorn
+
+    from hetexp.web.connections import Connection
+
     settings = uvicorn.Config(
         app,
+        http=Connection,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -93,11 +107,7 @@ def _serve(access: Access, port: int, config: MonitorConfig) -> int:
         timeout_graceful_shutdown=5,
         limit_concurrency=1200,
     )
-    shown = f"[{access.host}]" if ":" in access.host else access.host
-    print(f"http://{shown}:{listener.getsockname()[1]}", flush=True)
-    print("Ctrl-C ends the server; trainings go on.", file=sys.stderr, flush=True)
-    uvicorn.Server(settings).run(sockets=[listener])
-    return 0
+    return uvicorn.Server(settings)
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -23,8 +23,13 @@ class RefusedError(Exception):
 
 
 def detail(problems: Iterable[tuple[str | None, str]]) -> dict[str, Any]:
-    """Return the body of a refusal."""
-    return {"detail": [{"key": key, "message": message} for key, message in problems]}
+    """Return the body of a refusal, in which half a character of a request is escaped."""
+    return {
+        "detail": [
+            {"key": key, "message": message.encode(errors="backslashreplace").decode()}
+            for key, message in problems
+        ]
+    }
 
 
 def keyed(message: str) -> tuple[str | None, str]:

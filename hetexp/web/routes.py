@@ -18,7 +18,7 @@ from hetexp.plan.planner import run_id
 from hetexp.web import allowed, schemas, views
 from hetexp.web.access import COOKIE, REPORT_POLICY
 from hetexp.web.devices import emulated_cards
-from hetexp.web.job import Job
+from hetexp.web.job import RUNS, Job
 from hetexp.web.jobs import report_of
 from hetexp.web.refused import RefusedError
 
@@ -115,7 +115,7 @@ async def start(dashboard: Served, request: schemas.NewTraining) -> schemas.Trai
     """Start a training, or let it wait for its devices."""
     words = await to_thread(_words, dashboard, request.overrides, request.experiment, request.gpu_ids)
     facts = await dashboard.checker.ask("check", words, request.gpu_ids)
-    folder = f"outputs/{datetime.now():%Y-%m-%d}/{new_name()}"
+    folder = f"{RUNS}/{datetime.now():%Y-%m-%d}/{new_name()}"
     job = Job(
         id=run_id(dashboard.root / folder),
         root=str(dashboard.root),

@@ -56,7 +56,7 @@ class Dashboard:
         self.store = Store(config.url)
         self.hub, self.machine = Hub(), Machine()
         self.checker = Checker(root, environment())
-        self.jobs = Jobs(self.store, self._changed)
+        self.jobs = Jobs(self.store, self._changed, root)
         self._ending = threading.Event()
         self._newest: dict[str, dict[str, Any]] = {}
         """Key of a device → its newest sample that clients have got."""

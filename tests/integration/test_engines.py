@@ -14,6 +14,8 @@ import pytest
 from launched import TINY, TRAIN
 from support import Run, Train, difference
 
+from hetexp.hosts.channel import PLAIN
+
 SIZES = [word for word in TINY if not word.startswith(("hardware.devices", "sweep", "monitor"))]
 OPTIONS = (*SIZES, "hardware=cpu", "trainer.precision=float64", "trainer.max_steps=6")
 ROUNDING = 1e-12
@@ -118,6 +120,7 @@ def test_torchrun_on_two_hosts_trains_as_the_launcher_does(train: Train, tmp_pat
     assert torchrun.summary["comm"]["backend"] == "shm + gloo"
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
     assert "need hetexp's own launcher and are off" in ranks.screens[0]
+    assert [screen.count(PLAIN) for screen in ranks.screens] == [1, 0]
     assert "Result" not in ranks.screens[1]
     four = "hardware.devices=[cpu,cpu,cpu,cpu]"
     launcher = train(*OPTIONS, "balancing=equal", four)
@@ -131,6 +134,7 @@ def test_each_engines_variables(variables: Any, tmp_path: Path, train: Train) ->
     shares = ("balancing=manual", "balancing.weights=[0.75,0.25]")
     ranks = start(tmp_path, [variables(rank, 2, port) for rank in (0, 1)], *shares)
     assert ranks.wait() == [0, 0], ranks.screens
+    assert PLAIN not in "".join(ranks.screens)  # one host
     found = run_in(tmp_path)
     assert [device["local_batch"] for device in found.summary["devices"]] == [12, 4]
     same(found, train(*OPTIONS, *shares, "hardware.devices=[cpu,cpu]"))

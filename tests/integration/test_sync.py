@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 from wandb_files import without_wandb_variables
+from wandb_server import Server
 
 MAKE_RUNS = """
 import json, sys
@@ -34,82 +32,6 @@ for run_id, steps in json.loads(sys.argv[2]).items():
     (run_dir / "summary.json").write_text("{}")
 """
 STEPS = {"first": [1, 2, 3, 4], "refused": [1, 2], "resumed": [3, 4, 5, 6]}
-
-
-class Server(ThreadingHTTPServer):
-    """As much of W&B's server as `wandb sync` needs."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.runs: list[dict[str, Any]] = []
-        self.history: dict[str, list[dict[str, Any]]] = {}
-        self.artifacts: list[str] = []
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the data of a GraphQL request; None refuses it."""
-        text, variables = asked["query"], asked.get("variables") or {}
-        data: dict[str, Any] = {}
-        if "serverInfo" in text:
-            data["serverInfo"] = {"features": []}
-        if "upsertBucket" in text:
-            if variables["name"] == "refused":
-                return None
-            self.runs.append(variables)
-            project = {"id": "p", "name": variables["project"], "entity": {"id": "e", "name": "me"}}
-            bucket = {"id": "b", "name": variables["name"], "config": "{}", "historyLineCount": 0}
-            data["upsertBucket"] = {"bucket": bucket | {"project": project}, "inserted": True}
-        if "createRunFiles" in text:
-            urls = [{"name": name, "uploadUrl": f"{self.address}/{name}"} for name in variables["files"]]
-            data["createRunFiles"] = {"runID": "b", "uploadHeaders": [], "files": urls}
-        if "createArtifact(" in text:
-            self.artifacts.append(variables["input"]["artifactCollectionName"])
-            artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": {"latestArtifact": {"id": "a"}}}
-            data["createArtifact"] = {"artifact": artifact}
-        return data
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def do_GET(self) -> None:
-        self._reply({})
-
-    def do_PUT(self) -> None:
-        self._body()
-        self._reply({})
-
-    def do_POST(self) -> None:
-        told = json.loads(self._body())
-        if self.path.startswith("/graphql"):
-            data = self.server.answer(told)
-            self._reply({"data": data} if data is not None else {"errors": [{"message": "no"}]}, data is None)
-            return
-        run_id = self.path.split("/")[-2]
-        lines = told.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
-        self.server.history.setdefault(run_id, []).extend(map(json.loads, lines))
-        self._reply({})
-
-    def _body(self) -> bytes:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
-
-    def _reply(self, value: dict[str, Any], refused: bool = False) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(400 if refused else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @pytest.fixture

@@ -133,6 +133,33 @@ def test_a_recorded_proof_is_of_no_use_later(pair: tuple[socket.socket, socket.s
         end.close()
 
 
+@pytest.mark.parametrize(("key", "value"), [("purpose", "store"), ("name", "c"), ("nonce", "1" * 64)])
+def test_a_proof_is_for_one_purpose_name_and_number(
+    pair: tuple[socket.socket, socket.socket], key: str, value: str
+) -> None:
+    """Who relays the handshake of a `probe` can change nothing of it, such as what the connection is for."""
+    wait, relay, errors = answered(pair[0]), socket.socketpair(), []
+
+    def probe() -> None:
+        try:
+            handshake_as_member(relay[1], TOKEN, "probe", "b", 5.0)
+        except RefusedError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    send_frame(relay[0], receive_frame(pair[1], GREETING_BYTES, time.monotonic() + 5))
+    greeting = receive_frame(relay[0], GREETING_BYTES, time.monotonic() + 5)
+    assert greeting[key] != value
+    send_frame(pair[1], greeting | {key: value})
+    send_frame(relay[0], receive_frame(pair[1], GREETING_BYTES, time.monotonic() + 5))
+    thread.join()
+    assert isinstance(wait(), RefusedError)
+    assert errors == ["its token is not this cluster's"]
+    for end in relay:
+        end.close()
+
+
 def test_another_version_of_the_protocol_is_reported(pair: tuple[socket.socket, socket.socket]) -> None:
     send_frame(pair[0], {"hetexp": 99, "nonce": "0" * 64})
     with pytest.raises(RefusedError, match="it speaks version 99 of the protocol, this machine 1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import socket
 import threading
 import time
@@ -18,10 +19,10 @@ from rich.console import Console
 from hetexp.core.cluster import ClusterConfig, HostEntry
 from hetexp.core.device import DeviceSpec
 from hetexp.core.errors import RunFailedError, SetupError
-from hetexp.hosts.channel import Channel, handshake_as_member
+from hetexp.hosts.channel import PLAIN, Channel, handshake_as_member
 from hetexp.hosts.host_facts import HostFacts
 from hetexp.hosts.leader import all_joined
-from hetexp.hosts.leader_server import LOG, MAX_UNPROVED
+from hetexp.hosts.leader_server import LOG, MAX_OF_ADDRESS, MAX_UNPROVED, LeaderServer
 from hetexp.hosts.member import join_leader
 from hetexp.hosts.this_host import HostInfo
 from hetexp.launch.processes.hosts import all_there
@@ -71,6 +72,10 @@ class Side:
         self._thread.join(seconds)
         assert not self._thread.is_alive(), self.said
         return self
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
 
     @property
     def said(self) -> str:
@@ -271,8 +276,17 @@ def test_a_firewall_that_drops_is_reported_within_the_bound(port: int) -> None:
 
 def test_a_service_that_is_not_hetexp_is_reported_within_the_bound(port: int) -> None:
     with socket.create_server(("127.0.0.2", port)):  # it takes connections, and says nothing
-        member = follow(host_info("b", port)).wait()
-    assert "is no leader of this cluster, or has ended: nothing answers" in member.message
+        member = follow(host_info("b", port, seconds=1.0)).wait()
+    assert f"a at 127.0.0.2:{port}, which leads, did not answer within 1 s" in member.message
+    assert "nothing answers" in member.message
+
+
+def test_another_service_is_no_leader(port: int) -> None:
+    with socket.create_server(("127.0.0.2", port)) as server:
+        member = follow(host_info("b", port))
+        with server.accept()[0] as connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            assert "is no leader of this cluster: a message of" in member.wait().message
 
 
 def test_a_port_that_is_taken_is_reported(lead: Callable[[HostInfo], Side], port: int) -> None:
@@ -281,27 +295,170 @@ def test_a_port_that_is_taken_is_reported(lead: Callable[[HostInfo], Side], port
     assert f"`cluster.port` must be a port that this process may open at 127.0.0.2, but is {port}" in message
 
 
+def strangers(port: int, number: int, address: str) -> list[socket.socket]:
+    """Return connections that the leader serves, and that say nothing."""
+    opened = [socket.create_connection(("127.0.0.2", port), 20, (address, 0)) for _ in range(number)]
+    for one in opened:
+        assert one.recv(2**12)
+    return opened
+
+
+def is_open(stranger: socket.socket) -> bool:
+    """Return whether the leader holds a connection whose greeting has been read."""
+    stranger.settimeout(0)
+    try:
+        return stranger.recv(1) != b""
+    except BlockingIOError:
+        return True
+
+
 def test_strangers_neither_join_nor_disturb(
     lead: Callable[[HostInfo], Side], port: int, tmp_path: Path
 ) -> None:
+    """All that the leader serves are there, and silent, while a machine joins."""
     leader = lead(host_info("a", port))
     until_said(leader, "leads and waits")
-    silent = [socket.create_connection(("127.0.0.2", port)) for _ in range(MAX_UNPROVED)]
-    for one in silent:
-        one.recv(1)  # it is being served
-    crowd = socket.create_connection(("127.0.0.2", port))
-    assert crowd.recv(1) == b""  # closed at once
-    for one in (*silent, crowd):
-        one.close()
+    silent = [one for number in (7, 8) for one in strangers(port, MAX_UNPROVED // 2, f"127.0.0.{number}")]
     for body in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x80\x04\x95"):
         with socket.create_connection(("127.0.0.2", port)) as one:
             one.sendall(body)
     member = follow(host_info("b", port))
     assert member.wait().error is None
     assert leader.wait().error is None
+    for one in silent:
+        one.close()
     log = (tmp_path / LOG).read_text()
-    assert f"more than {MAX_UNPROVED} connections at a time are not answered" in log
+    assert "refused 127.0.0.7: it had not proved itself when newer connections came" in log
     assert "where 4096 are the most" in log
+
+
+@pytest.fixture
+def patient(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LeaderServer]:
+    """A leader's port that lets no stranger go for being silent."""
+    monkeypatch.setattr("hetexp.hosts.leader_server.IDLE_SECONDS", 1000.0)
+    server = LeaderServer("127.0.0.2", port, TOKEN, 1000.0, tmp_path)
+    yield server
+    server.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_oldest_strangers_make_room(port: int) -> None:
+    first, second = strangers(port, 8, "127.0.0.7"), strangers(port, 8, "127.0.0.8")
+    newest = strangers(port, 3, "127.0.0.9")
+    for one in first[:3]:
+        assert one.recv(1) == b""
+    assert all(map(is_open, [*first[3:], *second, *newest]))
+    for one in (*first, *second, *newest):
+        one.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_address_with_many_connections_loses_its_own(port: int) -> None:
+    older, many = strangers(port, 1, "127.0.0.7"), strangers(port, MAX_OF_ADDRESS + 2, "127.0.0.8")
+    for one in many[:2]:
+        assert one.recv(1) == b""
+    assert all(map(is_open, [*older, *many[2:]]))
+    for one in (*older, *many):
+        one.close()
+
+
+def test_a_silent_stranger_has_less_time_than_a_machine(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetexp.hosts.leader_server.IDLE_SECONDS", 0.1)
+    server = LeaderServer("127.0.0.2", port, TOKEN, 1000.0, tmp_path)
+    (one,) = strangers(port, 1, "127.0.0.7")
+    assert one.recv(1) == b""
+    one.close()
+    server.close()
+
+
+def test_a_machine_whose_connection_is_closed_tries_again(
+    lead: Callable[[HostInfo], Side], port: int
+) -> None:
+    with socket.create_server(("127.0.0.2", port)) as crowded:
+        member = follow(host_info("b", port))
+        for ends in (b"", b"\0\0"):  # before the greeting, and within it
+            connection, _ = crowded.accept()
+            connection.sendall(ends)
+            connection.close()
+    assert lead(host_info("a", port)).wait().error is None
+    assert member.wait().error is None
+    assert "b waits for a at 127.0.0.2" in member.said
+
+
+def test_a_machine_that_is_always_turned_away_says_so(port: int) -> None:
+    with socket.create_server(("127.0.0.2", port)) as crowded:
+        member = follow(host_info("b", port, seconds=1.0))
+        crowded.settimeout(0.1)
+        while member.running:
+            with suppress(TimeoutError):
+                crowded.accept()[0].close()
+    assert "which leads, did not answer within 1 s" in member.wait().message
+    assert "Others may crowd there: see cluster.log" in member.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"devices": None}, "facts that cannot be read (devices: "),
+        ({"devices": [None]}, "facts that cannot be read (devices.0: "),
+        ({"devices": []}, "facts without devices"),
+        ({"threads": [1, 1]}, "facts without devices"),
+        ({"threads": [math.inf]}, "facts that cannot be read (threads.0: "),
+        ({"config": []}, "facts that cannot be read (config: "),
+        ({"time": "now"}, "facts that cannot be read (time: "),
+        ({"hetexp": "\ud800"}, "facts that are no Unicode text"),
+        ({"name": "c"}, "two names"),
+        ({"name": {}}, "facts that cannot be read (name: "),
+    ],
+)
+def test_odd_facts_of_a_machine_are_refused(
+    changes: dict[str, Any], why: str, lead: Callable[[HostInfo], Side], port: int, tmp_path: Path
+) -> None:
+    leader = lead(host_info("a", port))
+    until_said(leader, "leads and waits")
+    with introduced(port, "b") as channel:
+        channel.send(host_info("b", port).facts.to_dict() | changes)
+        with pytest.raises(ConnectionResetError):
+            channel.receive(time.monotonic() + 10)
+    member = follow(host_info("b", port))
+    assert member.wait().error is None
+    assert leader.wait().error is None
+    assert f"refused 127.0.0.3: it does not speak as hetexp does ({why}" in (tmp_path / LOG).read_text()
+
+
+def test_a_clock_that_is_no_number_is_wrong(lead: Callable[[HostInfo], Side], port: int) -> None:
+    leader, member = lead(host_info("a", port)), follow(host_info("b", port, clock=lambda: math.nan))
+    for side in (leader, member):
+        assert "The clock of b is nan s" in side.wait().message
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    "message", [{"op": "exit", "key": math.inf}, {"op": "exit", "key": []}, {"key": 1}, {}]
+)
+def test_a_machine_that_sends_odd_messages_is_lost(
+    message: dict[str, Any], tmp_path: Path, port: int
+) -> None:
+    over = threading.Event()
+
+    def act(console: Console) -> Any:
+        with all_joined(host_info("a", port), tmp_path, console):
+            over.wait(10)
+
+    leader = Side(act)
+    with member_of(port, "b") as channel:
+        channel.send(message)
+        until_said(leader, "b (127.0.0.3) sent what it should not (")
+    over.set()
+    assert leader.wait().error is None
+
+
+def test_a_run_over_machines_says_what_travels_plain(lead: Callable[[HostInfo], Side], port: int) -> None:
+    leader, member = lead(host_info("a", port)), follow(host_info("b", port))
+    assert member.wait().error is None
+    assert leader.wait().said.count(PLAIN) == 1
 
 
 def test_a_member_cannot_reach_any_port_of_the_leader(tmp_path: Path, port: int) -> None:
@@ -316,17 +473,14 @@ def test_a_member_cannot_reach_any_port_of_the_leader(tmp_path: Path, port: int)
         leader = Side(act)
         member = follow(host_info("b", port))
         until_said(leader, "has joined")
-        connection = socket.create_connection(("127.0.0.2", port))
-        channel: Channel = handshake_as_member(connection, TOKEN, "store", "b", 2.0)
-        channel.send({"port": secret.getsockname()[1]})
-        with pytest.raises(ConnectionResetError):
-            channel.receive(time.monotonic() + 5)
-        channel.close()
-        channel = handshake_as_member(socket.create_connection(("127.0.0.2", port)), TOKEN, "files", "b", 2.0)
-        channel.send({"folder": str(tmp_path)})  # nor any folder of its
-        with pytest.raises(ConnectionResetError):
-            channel.receive(time.monotonic() + 5)
-        channel.close()
+        asked: list[tuple[str, dict[str, Any]]] = [("store", {"port": secret.getsockname()[1]})]
+        odd: list[Any] = [None, [], {}, "1", 1e400, 10**400, str(tmp_path)]
+        asked += [("store", {"port": one}) for one in odd] + [("files", {"folder": one}) for one in odd]
+        for purpose, question in asked:  # neither ports nor folders, and nothing that is none
+            with introduced(port, "b", purpose) as channel:
+                channel.send(question)
+                with pytest.raises(ConnectionResetError):
+                    channel.receive(time.monotonic() + 5)
         over.set()
         leader.wait()
         member.wait()
@@ -377,8 +531,8 @@ def test_a_machine_that_stays_away_is_waited_for_until_a_signal_comes(tmp_path: 
 
 
 @contextmanager
-def member_of(port: int, name: str) -> Iterator[Channel]:
-    """Join as a machine that is lost as soon as the block ends."""
+def introduced(port: int, name: str, purpose: str = "member") -> Iterator[Channel]:
+    """Connect as a machine that knows the token, as soon as the leader listens."""
     deadline = time.monotonic() + 10
     while True:
         with suppress(ConnectionRefusedError):
@@ -387,7 +541,13 @@ def member_of(port: int, name: str) -> Iterator[Channel]:
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
     with connection:
-        channel = handshake_as_member(connection, TOKEN, "member", name, 2.0)
+        yield handshake_as_member(connection, TOKEN, purpose, name, 2.0)
+
+
+@contextmanager
+def member_of(port: int, name: str) -> Iterator[Channel]:
+    """Join as a machine that is lost as soon as the block ends."""
+    with introduced(port, name) as channel:
         facts = host_info(name, port).facts
         channel.send(facts.to_dict() | {"time": time.time()})
         while channel.receive(time.monotonic() + 10) != {"op": "welcome"}:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from wandb_files import only, points, records, without_wandb_variables
+from wandb_server import Server
 
 from hetexp.core.files import remove_temporary_folders
 
@@ -312,6 +314,37 @@ def test_a_killed_service_is_one_warning_and_the_next_run_works(tmp_path: Path) 
     assert max(report["costs"]) < 0.1 and report["closing"] < 5
     assert report["threads"] == [] and report["environment"]
     assert points(records(files(tmp_path, "next")[0])) == [{"loss": 7, "trainer/step": 1}]
+
+
+RESUMED = """
+from dataclasses import replace
+steps, known = json.loads(os.environ["STEPS"])
+run = info("made") if not (root / "made").exists() else replace(info(f"part-{steps[0]}"), run_id="made")
+logger = WandbLogger(project="proj")
+logger.start(run)
+logger.retell({"step": step, "loss": 1.0 / step, "none": None} for step in known)
+for step in steps:
+    logger.log({"loss": 1.0 / step}, step)
+logger.finish({}, 0)
+report()
+"""
+
+
+def test_a_run_that_goes_on_online_sends_each_line_once(tmp_path: Path) -> None:
+    """W&B has the first three lines; a process that was killed had logged two more."""
+    (tmp_path / "home").mkdir()
+    online = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path / "home")}
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for steps, known in (([1, 2, 3], []), ([6, 7], [1, 2, 3, 4, 5])):
+            part = json.dumps([steps, known])
+            report = run_script(RESUMED, tmp_path, STEPS=part, WANDB_BASE_URL=server.address, **online)
+            # This server takes no artifacts.
+            assert all("did not take the files" in warning for warning in report["warnings"])
+            assert report["left"] == 0
+        server.shutdown()
+    sent = [(line["trainer/step"], line["loss"]) for line in server.history["made"]]
+    assert sent == [(step, 1.0 / step) for step in range(1, 8)]
 
 
 STUCK = """

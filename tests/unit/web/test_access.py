@@ -56,6 +56,12 @@ def test_addresses_and_given_names_are_answered_where_others_may_ask(dashboard: 
         ({"origin": "http://127.0.0.1:9999"}, 403),
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://evil-127.0.0.1:8765"}, 403),
+        ({"origin": "http://evil.127.0.0.1:8765"}, 403),
+        ({"origin": "http://127.0.0.1:8765.evil.example"}, 403),
+        ({"origin": "http://evil@127.0.0.1:8765"}, 403),
+        ({"origin": "ftp://127.0.0.1:8765"}, 403),
+        ({"origin": "127.0.0.1:8765"}, 403),
         ({"sec-fetch-site": "cross-site"}, 403),
         ({"sec-fetch-site": "same-site"}, 403),
     ],
@@ -84,15 +90,39 @@ def test_large_bodies_are_refused(ask: Any) -> None:
     assert ask("POST", "/api/v1/trainings", content=pieces(), headers=headers).status_code == 413
 
 
+def test_a_body_that_breaks_off_reaches_no_handler() -> None:
+    called = []
+    parts = [{"type": "http.request", "body": b'{"gpu_ids":["cpu"]}', "more_body": True}]
+    parts += [{"type": "http.disconnect"}]
+
+    async def app(*_: Any) -> None:
+        called.append(True)
+
+    async def receive() -> dict[str, Any]:
+        return parts.pop(0)
+
+    async def send(_: dict[str, Any]) -> None: ...
+
+    headers = {"host": "localhost", "content-type": "application/json", "content-length": "1000"}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/trainings", "headers": raw}
+    asyncio.run(Guard(app, Access())(scope, receive, send))
+    assert not called and not parts
+
+
 def test_the_api_needs_the_token_where_there_is_one(dashboard: Any, ask: Any) -> None:
     dashboard.access = Access(token=TOKEN)
     right = {"authorization": f"Bearer {TOKEN}"}
     assert ask("GET", "/api/v1/session").json() == {"token_required": True}
-    for path in ("/api/v1/trainings", "/api/v1/system/gpus", "/api/v1/openapi.json", "/api/v1/options"):
+    paths = ("/api/v1/trainings", "/api/v1/system/gpus", "/api/v1/openapi.json", "/api/v1/options")
+    encoded = ("/%61pi/v1/trainings", "/api%2fv1/trainings", "/api/./v1/trainings")
+    for path in (*paths, *encoded):
         refused = ask("GET", path)
         assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
         assert TOKEN not in refused.text
-    for wrong in ("Bearer", "Bearer nearly-the-right-one", f"Basic {TOKEN}", TOKEN, "Bearer \xe9"):
+    near = (TOKEN[:16], TOKEN[:-1], f"{TOKEN[:-1]}z", f"x{TOKEN[1:]}", f"{TOKEN}x", TOKEN.upper())
+    wrong_ones = ("Bearer", "Bearer nearly-the-right-one", f"Basic {TOKEN}", TOKEN, "Bearer \xe9")
+    for wrong in (*wrong_ones, *(f"Bearer {one}" for one in near)):
         headers = {"authorization": wrong.encode("latin-1")}
         assert ask("GET", "/api/v1/trainings", headers=headers).status_code == 401
     assert ask("GET", "/api/v1/trainings", headers=right).status_code == 200

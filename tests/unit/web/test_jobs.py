@@ -21,7 +21,7 @@ from hetexp.core.files import write_json
 from hetexp.monitor.store import Store
 from hetexp.web import job as job_module
 from hetexp.web.job import Card, Job, alive, log_tail, read_job
-from hetexp.web.jobs import Jobs
+from hetexp.web.jobs import FOREIGN, Jobs
 from hetexp.web.refused import RefusedError
 
 WILLING = "import signal, time; print('here', flush=True); time.sleep(60)"
@@ -40,7 +40,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(subprocess, "Popen", started)
     store = Store(f"sqlite:///{tmp_path / 'lab.sqlite'}")
     told: list[dict[str, Any]] = []
-    made = Jobs(store, told.append, stop_seconds=0.5)
+    made = Jobs(store, told.append, tmp_path, stop_seconds=0.5)
     made.told, made.store = told, store  # type: ignore[attr-defined]
     yield made
     for row in store.trainings():
@@ -102,11 +102,11 @@ def test_devices_serve_one_at_a_time_in_order(jobs: Any, job: Any) -> None:
     assert {one["id"] for one in jobs.told} == {"a", "b", "c", "d"}
 
 
-def test_a_later_server_finds_a_training_by_its_lock(jobs: Any, job: Any) -> None:
+def test_a_later_server_finds_a_training_by_its_lock(jobs: Any, job: Any, tmp_path: Path) -> None:
     jobs.add(job("a"), "ddp", True)
     ready(jobs, "a")
     jobs.store.update("a", pid=None, process_mark=None)  # killed before it could write them
-    later = Jobs(jobs.store, jobs.told.append)
+    later = Jobs(jobs.store, jobs.told.append, tmp_path)
     later.look()
     assert not later._processes and alive(Path(jobs.store.training("a")["run_dir"]))
     with pytest.raises(RefusedError, match="has not ended"):
@@ -119,7 +119,9 @@ def test_a_later_server_finds_a_training_by_its_lock(jobs: Any, job: Any) -> Non
     assert (row["state"], row["error"]) == ("failed", "here")  # what it said last
 
 
-def test_a_training_that_ends_without_a_server_is_read_from_its_summary(jobs: Any, job: Any) -> None:
+def test_a_training_that_ends_without_a_server_is_read_from_its_summary(
+    jobs: Any, job: Any, tmp_path: Path
+) -> None:
     jobs.add(job("a"), "ddp", True)
     ready(jobs, "a")
     folder = Path(jobs.store.training("a")["run_dir"])
@@ -127,7 +129,7 @@ def test_a_training_that_ends_without_a_server_is_read_from_its_summary(jobs: An
     (process,) = jobs._processes.values()
     process.kill()
     process.wait()
-    Jobs(jobs.store, jobs.told.append).look()
+    Jobs(jobs.store, jobs.told.append, tmp_path).look()
     row = jobs.store.training("a")
     assert (row["state"], row["progress"]) == ("completed", 1.0)
 
@@ -147,6 +149,45 @@ def test_errors_before_a_plan_are_told(jobs: Any, job: Any) -> None:
         jobs.stop(jobs.store.training("a"))
     jobs.delete(jobs.store.training("a"))
     assert jobs.store.training("a") is None
+
+
+def given_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file or folder be another user's than the server."""
+    if os.getuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 65534)
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "a link", "another id", "no folder", "another user", "note"])
+def test_a_row_of_the_database_starts_no_code(
+    where: str, jobs: Any, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may write the database, and name any folder there: nothing in it is executed."""
+    started = tmp_path / "started"
+    planted = job("planted", f"open({str(started)!r}, 'w')")
+    if where in ("elsewhere", "a link"):
+        planted = replace(planted, root=str(tmp_path / "theirs"))
+    jobs.add(planted, "ddp", True)
+    folder = planted.run_dir
+    if where == "a link":
+        folder = tmp_path / "outputs" / "link"
+        folder.parent.mkdir()
+        folder.symlink_to(planted.run_dir)
+    elif where == "another id":
+        replace(planted, id="other").write()
+    elif where == "no folder":
+        folder = tmp_path / "outputs" / "none\0"
+    elif where != "elsewhere":
+        given_away(folder / "job.json" if where == "note" else folder, monkeypatch)
+    jobs.store.update("planted", run_dir=str(folder))
+    for _ in range(3):
+        jobs.look()
+    assert jobs.waits_for("planted") == [FOREIGN]
+    jobs.stop(jobs.store.training("planted"))
+    assert jobs.store.training("planted")["state"] == "stopped"
+    jobs.look()
+    assert not jobs._processes and not started.exists() and not (planted.run_dir / job_module.LOCK).exists()
 
 
 def test_two_servers_start_a_training_once(jobs: Any, job: Any) -> None:

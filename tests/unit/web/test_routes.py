@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `dashboard` is not installed")
 
+import hetexp.web.server
 from hetexp.core.device import GIB, DeviceSpec
 from hetexp.hardware.detection.detected import DetectedCard
 from hetexp.monitor.sample import Device, Sample, User, host_name
@@ -21,6 +22,7 @@ from hetexp.web.devices import Machine
 from hetexp.web.live import TOO_SLOW, WRONG_TOKEN, Hub
 
 HERE = host_name()
+SERVER = Path(hetexp.web.server.__file__)
 EMULATED = Device(
     f"{HERE}/r/emulated:0", HERE, "emulated:0", None, "T4", "nvidia", "emulated", emulated=True, run_id="r"
 )
@@ -219,6 +221,51 @@ def test_wrong_requests_start_nothing(dashboard: Any, ask: Any, answers: Any, bo
     assert not answers.asked and not dashboard.store.trainings()
 
 
+LONG = "1" + "0" * 400
+ODD = [
+    ('{"gpu_ids":["cpu"],"overrides":{"name":"\\ud800"}}', 422, "`name` must be at most 80 letters"),
+    ('{"gpu_ids":["cpu"],"overrides":{"name":"a\\nb"}}', 422, "`name` must be at most 80 letters"),
+    ('{"gpu_ids":["cpu"],"overrides":{"name":"${oc.env:HOME}"}}', 422, "`name` must be at most 80 letters"),
+    ('{"gpu_ids":["cpu"],"overrides":{"name":"a\' resume=x"}}', 422, "`name` must be at most 80 letters"),
+    ('{"gpu_ids":["cpu"],"overrides":{"\\ud800":1}}', 422, "must be a valid string"),
+    (
+        '{"gpu_ids":["cpu"],"overrides":{"model._target_":"os.system"}}',
+        422,
+        "not a key that a request may set",
+    ),
+    (
+        f'{{"gpu_ids":["cpu"],"overrides":{{"trainer.max_steps":{LONG}}}}}',
+        422,
+        "must be a whole number from 1",
+    ),
+    (f'{{"gpu_ids":["cpu"],"overrides":{{"optimizer.lr":-{LONG}}}}}', 422, "must be a number from"),
+    ('{"gpu_ids":["cpu"],"overrides":{"optimizer.lr":1e999}}', 422, "must be a finite number"),
+    ('{"gpu_ids":["cpu"],"overrides":{"optimizer.lr":NaN}}', 422, "must be a finite number"),
+    ('{"gpu_ids":["cpu"],"overrides":{"trainer.max_steps":' + "9" * 6000 + "}}", 400, "parsing the body"),
+    ('{"gpu_ids":["\\ud800"]}', 422, "must be a valid string"),
+    ('{"gpu_ids":["cpu\\u0000"]}', 422, "must match pattern"),
+    ('{"gpu_ids":["cpu],resume=[x"]}', 422, "must match pattern"),
+    ('{"gpu_ids":["cpu"],"experiment":"../../etc/passwd"}', 422, "must match pattern"),
+    ('{"gpu_ids":["cpu"],"experiment":"gpt_text\\nresume=x"}', 422, "must match pattern"),
+    (b'{"gpu_ids":["\xff"]}', 400, "parsing the body"),
+    ("[" * 60_000, 400, "parsing the body"),
+    ('{"gpu_ids":["cpu"],"overrides":{"x":' + "[" * 9000 + "]" * 9000 + "}}", 400, "parsing the body"),
+]
+"""Bodies, the status of their answers, and a part of the messages."""
+
+
+@pytest.mark.parametrize(("body", "code", "message"), ODD)
+def test_odd_bodies_are_refused(
+    dashboard: Any, ask: Any, answers: Any, body: str | bytes, code: int, message: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    for path in ("trainings", "estimate"):
+        answer = ask("POST", f"/api/v1/{path}", content=body, headers=headers)
+        assert answer.status_code == code
+        assert message in answer.json()["detail"][0]["message"]
+    assert not answers.asked and not dashboard.store.trainings()
+
+
 def test_what_is_not_json_is_told(ask: Any) -> None:
     answer = ask("POST", "/api/v1/trainings", content=b"{", headers={"content-type": "application/json"})
     assert answer.status_code == 422 and answer.json()["detail"][0]["key"] == "body"
@@ -226,10 +273,20 @@ def test_what_is_not_json_is_told(ask: Any) -> None:
     assert ask("PUT", "/api/v1/trainings", json={}).status_code == 405
 
 
-@pytest.mark.parametrize("name", ["..%2f..%2fetc%2fpasswd", "%00", "a" * 200, "%2e%2e"])
+OUTSIDE = [
+    *("..%2fserver.py", "%2e%2e/server.py", "%2e%2e%2fserver.py", "..%5cserver.py", "js/..%2f..%2fserver.py"),
+    *("../server.py", "..%252fserver.py", str(SERVER), f"%2f{str(SERVER)[1:]}", "%00", "a" * 200, "%2e%2e"),
+]
+"""Ways to name a file outside the page's folder; most of them name one that exists."""
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_no_path_gets_through(ask: Any, name: str) -> None:
     assert ask("GET", f"/api/v1/trainings/{name}/report").status_code in (404, 422)
-    assert ask("GET", f"/static/{name}").status_code in (404, 405)
+    answer = ask("GET", f"/static/{name}")
+    assert answer.status_code in (404, 405)
+    assert "class Dashboard" not in answer.text
+    assert ask("GET", "/static/js/..%2fapp.js").status_code == 200  # a file of the page, by such a name
 
 
 def test_a_card_twice_is_refused() -> None:
@@ -288,10 +345,42 @@ def test_a_slow_client_is_dropped_and_no_other_loses_a_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("says", "code"), [('{"token": "wrong"}', WRONG_TOKEN), ("[]", WRONG_TOKEN), ("x", WRONG_TOKEN)]
+    "says",
+    [
+        *('{"token": "wrong"}', '{"token": "correct-horse-batterz"}', '{"token": ["correct-horse-battery"]}'),
+        *("[]", "null", "{}", "x", '{"token": "\\ud800"}', '{"token": "\ud800"}', "[" * 60_000, "9" * 6000),
+    ],
 )
-def test_a_wrong_first_message_ends_a_websocket(says: str, code: int) -> None:
+def test_a_wrong_first_message_ends_a_websocket(says: str, caplog: pytest.LogCaptureFixture) -> None:
     socket = Socket(says)
     access = Access(token="correct-horse-battery")
     asyncio.run(asyncio.wait_for(Hub().serve(socket, access, list), 20))  # type: ignore[arg-type]
-    assert socket.closed == code and socket.got == []
+    assert socket.closed == WRONG_TOKEN and socket.got == []
+    assert len(caplog.messages) <= 1 and "Traceback" not in caplog.text
+
+
+def test_a_websocket_without_a_token_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetexp.web.live.TOKEN_SECONDS", 0.05)
+    socket, access = Socket(), Access(token="correct-horse-battery")
+    asyncio.run(asyncio.wait_for(Hub().serve(socket, access, list), 20))  # type: ignore[arg-type]
+    assert socket.closed == WRONG_TOKEN
+
+
+def test_more_clients_than_the_limit_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetexp.web.live.MOST_CLIENTS", 2)
+
+    async def scene() -> list[Socket]:
+        hub, sockets = Hub(), [Socket() for _ in range(4)]
+        hub.bind()
+        serving = [asyncio.create_task(hub.serve(one, Access(), list)) for one in sockets]  # type: ignore[arg-type]
+        await asyncio.gather(*serving[2:])
+        hub.broadcast({"number": 1})
+        while not all(one.got for one in sockets[:2]):
+            await asyncio.sleep(0)
+        hub.close()
+        await asyncio.gather(*serving)
+        return sockets
+
+    first, second, *more = asyncio.run(asyncio.wait_for(scene(), 20))
+    assert first.got == second.got == [{"number": 1}]
+    assert [(one.closed, one.got) for one in more] == [(TOO_SLOW, [])] * 2
