@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hetexp.strategy.independent.merging import TrainingData
     from hetexp.training.state import TrainState
 
+_NO_STEPS = {"schedule": "constant", "schedule_every": None, "warmup_steps": 0, "fast_dev_run": 0}
+"""No step is taken, and a class of `trainer.schedule` may be a stranger's."""
 _EPILOG = """\
 examples
   hetexp merge outputs/2026-01-31/12-00-00-0a1b2c            the devices of a run of strategy=independent
@@ -191,7 +193,7 @@ def _cpu_state(parent: Parent) -> tuple[TrainState | None, str]:
         "strategy": {"_target_": "hetexp.strategy.single.Single"},
         "balancing": {"_target_": "hetexp.balancing.equal.Equal"},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0},  # no step is taken
-        "trainer": raw["trainer"] | {"precision": "float64" if double else "float32", "fast_dev_run": 0},
+        "trainer": raw["trainer"] | {"precision": "float64" if double else "float32"} | _NO_STEPS,
         "fault": {"events": []},
         "resume": None,
     }

@@ -19,6 +19,7 @@ try:
 except ImportError:  # Windows has no locks on folders
     fcntl = None  # type: ignore[assignment]
 
+_MOST_DIGITS = 100
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, a user's quota, and a process's limit of the file size."""
 LEAST_FREE = 4 * 2**20
@@ -41,8 +42,9 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):
+        temporary.unlink(missing_ok=True)
         try:
-            with temporary.open("wb") as file:
+            with temporary.open("xb") as file:  # follows no link of this name, which may lead anywhere
                 file.write(content)
                 if durable:
                     file.flush()
@@ -58,6 +60,34 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
 def write_json(path: Path, value: Any, durable: bool = True) -> None:
     """Write `value` as indented JSON, whole or not at all; see `write_bytes`."""
     write_text(path, json.dumps(value, indent=2) + "\n", durable)
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON of a file that anyone may have written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no plain file, whose reading might never end, or no JSON in UTF-8.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is no plain file")
+    return parse_json(path.read_bytes())
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the value of a JSON text that anyone may have written; numbers too large for a float are `inf`.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, or nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(text.decode(), parse_int=_whole)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
 
 
 @contextmanager

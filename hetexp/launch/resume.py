@@ -7,7 +7,6 @@ seed, batch and name, but maybe other devices, strategy and balancing.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,8 @@ from hetexp.checkpoint.manifest import (
     rank_folders,
     search_rank_checkpoints,
 )
-from hetexp.core.errors import CheckpointError, ConfigError, must_be
-from hetexp.core.files import lock_folder
+from hetexp.core.errors import CheckpointError, ConfigError, logged, must_be
+from hetexp.core.files import lock_folder, read_json
 from hetexp.core.sweep.folder import key_of
 from hetexp.plan.run_spec import RunSpec
 
@@ -81,11 +80,10 @@ def going_on(spec: RunSpec, found: FoundRun) -> RunSpec:
 
 def resumes_ranks(spec: RunSpec, path: Path) -> bool:
     """Return whether each rank of a run has a checkpoint of its own in a folder to go on from."""
-    try:
+    strategy = None
+    with logged("why the strategy cannot be built is reported with its other problems"):
         strategy = spec.strategy
-    except Exception:  # reported with the strategy's other problems
-        return False
-    return strategy.resumes_ranks(path)
+    return strategy is not None and strategy.resumes_ranks(path)
 
 
 def _of_this_job(spec: RunSpec, which: str, in_place: bool) -> FoundRun:
@@ -143,7 +141,7 @@ def _same_job(spec: RunSpec) -> Iterator[Path]:
     runs = []
     for plan in _plans(request.run_dir):
         try:
-            raw = json.loads(plan.read_text(encoding="utf-8"))
+            raw = read_json(plan)
             ran = tuple(map(str, (raw["script"], *raw["script_arguments"]) if raw.get("script") else ()))
             same = key is None or key_of(raw["overrides"]) == key
             if same and _identity(raw["config"], ran) == identity:
@@ -195,8 +193,8 @@ def _has_checkpoints(run: Path) -> bool:
 def _is_done(run: Path, spec: RunSpec) -> bool:
     """Return whether a run is complete, and its limits are those of the new one."""
     try:
-        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-        trainer = json.loads((run / PLAN).read_text(encoding="utf-8"))["config"]["trainer"]
+        summary = read_json(run / SUMMARY)
+        trainer = read_json(run / PLAN)["config"]["trainer"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     same = all(trainer.get(key) == spec.raw["trainer"].get(key) for key in _LIMITS)
