@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         help="factor of the adapters' products (alpha / rank), if the model's layers do not define it",
     )
     parser.add_argument("--force", action="store_true", help="merge models that began from different weights")
-    add_shared(parser, "--trust")
+    add_shared(parser, "--trust", "--trust-owner")
     return parser
 
 
@@ -73,9 +73,12 @@ def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.files import check_owner
     from hetexp.launch.terminal.display import show_merge
     from hetexp.strategy.independent.merging import MergeOptions, merge, write_merged
 
+    folder = _output(options.output, options.runs)
+    check_owner(folder, options.trust_owner, "--output", "--trust-owner {}")
     parents = _parents(options.runs)
     if len(parents) < 2:
         raise ConfigError(must_be("RUN", "at least two checkpoints", str(parents[0].folder)))
@@ -100,7 +103,6 @@ def _run(options: argparse.Namespace) -> int:
         force=options.force,
     )
     merged = merge(parents, settings, state, data=data)
-    folder = _output(options.output, options.runs)
     path = write_merged(folder, parents, merged)
     show_merge(merged.report, console)
     if merged.report["other_start"] is not None:

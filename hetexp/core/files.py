@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hetexp.core.errors import RunFailedError
+from hetexp.core.errors import ConfigError, RunFailedError, must_be
 
 try:
     import fcntl
+    import pwd
 except ImportError:  # Windows has no locks on folders
     fcntl = None  # type: ignore[assignment]
 
@@ -183,6 +184,30 @@ def folder_problem(path: Path) -> str:
     if free < LEAST_FREE:
         return f"only {free / 2**20:.1f} MiB are free in {existing}: logs and metrics alone need more."
     return ""
+
+
+def check_owner(path: Path, trusted: str | None, key: str, fix: str) -> None:
+    """Check that a folder, or the folder that it would be made in, is this user's or the system's.
+
+    Args:
+        trusted: another user whose folders are accepted.
+        key: key or option that names the folder.
+        fix: how to accept this user, who is put in place of `{}`.
+
+    Raises:
+        ConfigError: it is another user's, who may change its files, or replace them by links, at any time.
+    """
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    user = existing.stat().st_uid
+    if not hasattr(os, "geteuid") or user in (0, os.geteuid()):
+        return
+    try:
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        name = str(user)
+    if trusted not in (name, str(user)):
+        why = f"This one is the user {name}'s. If you trust this user, add {fix.format(name)}."
+        raise ConfigError(must_be(key, "a folder of your own", str(existing), why))
 
 
 def temporary_folder() -> Path:

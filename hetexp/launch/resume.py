@@ -22,7 +22,7 @@ from hetexp.checkpoint.manifest import (
     search_rank_checkpoints,
 )
 from hetexp.core.errors import CheckpointError, ConfigError, logged, must_be
-from hetexp.core.files import lock_folder, read_json
+from hetexp.core.files import check_owner, lock_folder, read_json
 from hetexp.core.sweep.folder import key_of
 from hetexp.plan.run_spec import RunSpec
 
@@ -99,6 +99,13 @@ def _of_this_job(spec: RunSpec, which: str, in_place: bool) -> FoundRun:
             if in_place:
                 return FoundRun(None, (f"resume=auto: {reason}. Nothing is done.",), finished=True)
             return FoundRun(None, (*skipped, f"resume=auto: {reason}. A new training begins."))
+        try:
+            _check_owner(spec, run)
+        except ConfigError as error:
+            if in_place:
+                raise
+            skipped.append(f"'{run}' was passed over: {error.problems[0]}")
+            continue
         with lock_folder(run, wait=False) as idle:
             if not idle:
                 fix = "Wait for it, or name another run's folder."
@@ -119,7 +126,12 @@ def _of_this_job(spec: RunSpec, which: str, in_place: bool) -> FoundRun:
     raise ConfigError(" ".join([must_be("resume", "of a run of the same job", which, fix), *skipped]))
 
 
+def _check_owner(spec: RunSpec, path: Path) -> None:
+    check_owner(path, spec.config.trust_owner, "resume", "trust_owner={}")
+
+
 def _choose(spec: RunSpec, path: Path, which: str) -> FoundRun:
+    _check_owner(spec, path)
     if resumes_ranks(spec, path):
         if which != LAST:
             fix = "Each device has checkpoints of its own, and they go on from the newest step of all."
@@ -128,6 +140,7 @@ def _choose(spec: RunSpec, path: Path, which: str) -> FoundRun:
         return FoundRun(path, (f"resume: goes on from the ranks' checkpoints of '{path}'.",))
     metric = spec.config.trainer.early_stopping.metric
     chosen = choose(path, which, metric)
+    _check_owner(spec, chosen.folder)
     return FoundRun(chosen.folder.absolute(), (*chosen.skipped, f"resume: goes on from '{chosen.folder}'."))
 
 

@@ -62,6 +62,10 @@ _SHARED: dict[str, dict[str, Any]] = {
     "overrides": {"nargs": "*", "help": "group=option and key=value, as for hetexp train"},
     "--config-dir": {"metavar": "FOLDER", "help": "a folder of options of your own"},
     "--json": {"action": "store_true", "help": "print JSON; unknown values are null"},
+    "--trust-owner": {
+        "metavar": "USER",
+        "help": "write into a folder that this other user owns",
+    },
     "--trust": {
         "action": "extend",
         "default": [],

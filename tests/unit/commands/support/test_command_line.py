@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -276,6 +277,29 @@ def rewrite(path: Path, text: str) -> None:
     digest = hashlib.sha256(text.encode()).hexdigest()
     content["files"][path.name] = {"bytes": len(text.encode()), "sha256": digest}
     manifest.write_text(json.dumps(content))
+
+
+def test_nothing_is_written_into_another_users_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could make a link of any path in it, and the merge or the export would follow it."""
+    run, out = stored(tmp_path / "run"), tmp_path / "out"
+    out.mkdir()
+    user = "54321"
+    if os.geteuid():
+        user = str(os.getuid())
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    else:
+        for folder in (out, run):
+            os.chown(folder, 54321, -1)
+    refusal = "`--output` must be a folder of your own"
+    export = ["export", str(run), "--output", str(out)]
+    merge = ["merge", str(run), str(run / "checkpoints")]
+    for words in (export, merge):
+        told = screen_of(capsys, 2, *words)
+        assert refusal in told
+        assert "add --trust-owner" in told
+        assert screen_of(capsys, 0, *words, "--trust-owner", user)
 
 
 def test_packages_may_be_named_at_once(
