@@ -85,12 +85,13 @@ def _in_own_format(
     """
     try:
         target = state["extra"]["config"]["model"]["_target_"]
-        own_format = getattr(locate(target, "model._target_"), "exported", None)
+        own_format = getattr(locate(target, "model._target_", built=False), "exported", None)
     except ConfigError as error:
         for problem in error.problems:
             say(problem)
         return None
-    except Exception:  # a user's own class, which need not be here
+    except (ImportError, AttributeError) as error:  # a user's own class, which need not be here
+        say(f"The weights keep their format, as `model._target_` cannot be imported: {error}.")
         return None
     if not callable(own_format):
         return None

@@ -31,7 +31,7 @@ from hetexp.checkpoint.optimizer_state import (
 from hetexp.checkpoint.snapshot import HostCopies, LockPages
 from hetexp.checkpoint.tensor_file import Written, check_storable, write_tensors
 from hetexp.core.errors import CheckpointError
-from hetexp.core.files import write_json
+from hetexp.core.files import read_json, write_json
 
 __all__ = ["TrainingState", "find_checkpoint", "load_checkpoint", "save_checkpoint", "search_checkpoint"]
 
@@ -272,7 +272,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 def _read_state(path: Path) -> dict[str, Any]:
     needed = {"optimizer", *TrainingState.__dataclass_fields__}
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
+        described = read_json(path)
         lacking = sorted(needed - described.keys())
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(

@@ -10,7 +10,6 @@ A save holds a lock on its hidden folder: a hidden folder without a lock is left
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 from hetexp.checkpoint.stage_parts import lacking, note_path
 from hetexp.checkpoint.tensor_file import Written
 from hetexp.core.errors import CheckpointError, ConfigError, must_be
-from hetexp.core.files import fsync_dir, lock_folder, write_json
+from hetexp.core.files import fsync_dir, lock_folder, read_json, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -347,7 +346,7 @@ def incompleteness(folder: Path) -> str | None:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest after checking its form."""
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest = read_json(folder / MANIFEST)
     if int(manifest["format"]) > FORMAT:
         raise ValueError(f"format {manifest['format']} is newer than this hetexp reads")
     for name, entry in manifest["files"].items():

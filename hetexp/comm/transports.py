@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from hetexp.comm.exchange import Exchange, GroupExchange
 from hetexp.comm.hierarchy import HierarchicalExchange
 from hetexp.comm.library_exchange import LibraryExchange
 from hetexp.comm.rendezvous import all_gather_json, form_group
-from hetexp.core.errors import HandshakeError, PeerLostError, SetupError
+from hetexp.core.errors import HandshakeError, PeerLostError, SetupError, logged
 from hetexp.core.topology import Group, Topology
 from hetexp.torch_private import abort_groups, forget_default_group
 
@@ -212,10 +212,10 @@ class _Attempt:
 
     def _end(self) -> None:
         for exchange in self._formed:
-            with suppress(Exception):  # it has failed already
+            with logged("an exchange was not closed"):  # it has failed already
                 exchange.close()
         if self.native and dist.is_initialized():
-            with suppress(Exception):
+            with logged("a group was not aborted"):
                 abort_groups()
 
     def _try(self) -> None:

@@ -10,7 +10,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetexp.commands.support.command_line import add_shared, command_parser, exit_code, parse_overrides
+from hetexp.commands.support.command_line import (
+    add_shared,
+    command_parser,
+    exit_code,
+    parse_overrides,
+    reading,
+)
 
 if TYPE_CHECKING:
     from hetexp.core.plan import Plan
@@ -61,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     from hetexp.core.errors import ConfigError, must_be
     from hetexp.core.files import folder_problem
-    from hetexp.core.instantiate import only_trusted
     from hetexp.report.diagram.files import FORMATS, write_diagrams
     from hetexp.report.diagram.picture import strategy_problems
 
@@ -72,12 +77,12 @@ def _run(options: argparse.Namespace) -> int:
         if name not in FORMATS
     ][:1]
     given = Path(options.config[0]) if len(options.config) == 1 else None
-    sys.path.append(str(Path.cwd()))  # the user's own classes, as for `hetexp train`
     stored = given is not None and (given.exists() or "=" not in given.name)
     if given is not None and stored:
         folder = Path(options.output) if options.output else given if given.is_dir() else given.parent
         plan, remarks, plan_problems = _stored_plan(given)
     else:
+        sys.path.append(str(Path.cwd()))  # the user's own classes, as for `hetexp train`
         folder = Path(options.output or ".")
         plan, remarks, plan_problems = _predicted_plan(options)
     problems += plan_problems
@@ -87,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(problems)
     assert plan is not None
     folder.mkdir(parents=True, exist_ok=True)
-    with only_trusted(options.trust) if stored else nullcontext():
+    with reading(options.trust) if stored else nullcontext():
         drawn = write_diagrams(plan, folder, formats, remarks)
         for problem in strategy_problems(plan):
             print(problem, file=sys.stderr)
@@ -100,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _stored_plan(given: Path) -> tuple[Plan | None, list[str], list[str]]:
     """Return the plan of a run, no remarks, and the problems of the path."""
-    from hetexp.core.errors import must_be
+    from hetexp.core.errors import must_be, plain_line
     from hetexp.core.plan import Plan
 
     path = given / "plan.json" if given.is_dir() else given
@@ -108,10 +113,11 @@ def _stored_plan(given: Path) -> tuple[Plan | None, list[str], list[str]]:
     if not path.is_file():
         return None, [], [must_be("CONFIG", accepted, str(given), f"There is no {path}.")]
     try:
-        return Plan.read(path), [], []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Plan.read_checked(path), [], []
+    except (OSError, ValueError) as error:
         kind = "no JSON" if isinstance(error, json.JSONDecodeError) else "no plan of this version of hetexp"
-        return None, [], [must_be("CONFIG", accepted, str(given), f"{path} is {kind} ({error}).")]
+        why = f"{path} is {kind} ({plain_line(error)})."
+        return None, [], [must_be("CONFIG", accepted, str(given), why)]
 
 
 def _predicted_plan(options: argparse.Namespace) -> tuple[Plan | None, list[str], list[str]]:

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the files")
     parser.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; by default unchanged")
     parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
-    add_shared(parser, "--trust")
+    add_shared(parser, "--trust", "--trust-owner")
     return parser
 
 
@@ -45,7 +45,9 @@ def _run(options: argparse.Namespace) -> int:
 
     from hetexp.checkpoint.export import ABOUT, CONFIG, WEIGHTS, export
     from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.files import check_owner
 
+    check_owner(options.output, options.trust_owner, "--output", "--trust-owner {}")
     checkpoint = stored_checkpoint(options.run, contents=False)
     existing = [name for name in (WEIGHTS, CONFIG, ABOUT) if (options.output / name).exists()]
     if existing and not options.force:

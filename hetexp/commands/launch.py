@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetexp.commands.support.command_line import add_shared, command_parser, exit_code, parse_overrides
+from hetexp.core.errors import logged
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -165,9 +166,10 @@ def _unsupported(spec: RunSpec) -> list[str]:
     from hetexp.core.precision import choose_precisions
 
     config = spec.config
-    try:
+    problems: list[str] | None = None
+    with logged("policy and strategy are reported by their own checks"):
         policy, problems = spec.policy, spec.strategy.check_script()
-    except Exception:  # reported by their own checks
+    if problems is None:
         return []
     if policy.measures and not policy.follows:
         why = "Only a model that hetexp builds is measured beforehand; auto follows a script's own steps."

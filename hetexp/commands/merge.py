@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hetexp.strategy.independent.merging import TrainingData
     from hetexp.training.state import TrainState
 
+_NO_STEPS = {"schedule": "constant", "schedule_every": None, "warmup_steps": 0, "fast_dev_run": 0}
+"""No step is taken, and a class of `trainer.schedule` may be a stranger's."""
 _EPILOG = """\
 examples
   hetexp merge outputs/2026-01-31/12-00-00-0a1b2c            the devices of a run of strategy=independent
@@ -63,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         help="factor of the adapters' products (alpha / rank), if the model's layers do not define it",
     )
     parser.add_argument("--force", action="store_true", help="merge models that began from different weights")
-    add_shared(parser, "--trust")
+    add_shared(parser, "--trust", "--trust-owner")
     return parser
 
 
@@ -71,9 +73,12 @@ def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hetexp.core.errors import ConfigError, must_be
+    from hetexp.core.files import check_owner
     from hetexp.launch.terminal.display import show_merge
     from hetexp.strategy.independent.merging import MergeOptions, merge, write_merged
 
+    folder = _output(options.output, options.runs)
+    check_owner(folder, options.trust_owner, "--output", "--trust-owner {}")
     parents = _parents(options.runs)
     if len(parents) < 2:
         raise ConfigError(must_be("RUN", "at least two checkpoints", str(parents[0].folder)))
@@ -98,7 +103,6 @@ def _run(options: argparse.Namespace) -> int:
         force=options.force,
     )
     merged = merge(parents, settings, state, data=data)
-    folder = _output(options.output, options.runs)
     path = write_merged(folder, parents, merged)
     show_merge(merged.report, console)
     if merged.report["other_start"] is not None:
@@ -191,7 +195,7 @@ def _cpu_state(parent: Parent) -> tuple[TrainState | None, str]:
         "strategy": {"_target_": "hetexp.strategy.single.Single"},
         "balancing": {"_target_": "hetexp.balancing.equal.Equal"},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0},  # no step is taken
-        "trainer": raw["trainer"] | {"precision": "float64" if double else "float32", "fast_dev_run": 0},
+        "trainer": raw["trainer"] | {"precision": "float64" if double else "float32"} | _NO_STEPS,
         "fault": {"events": []},
         "resume": None,
     }

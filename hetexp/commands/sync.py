@@ -27,6 +27,11 @@ examples
   hetexp sync outputs/2026-01-31                   all runs of a day
   hetexp sync outputs --dry-run                    list the runs to sync"""
 
+_WANDB = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "import runpy; runpy.run_module('wandb', run_name='__main__', alter_sys=True)"
+)
+"""`python -m wandb`, but without modules of the current folder, which may be a stranger's run."""
 _POLL_SECONDS = 0.2
 _REACH_SECONDS = 10.0
 """Longest wait for the server's first answer."""
@@ -203,7 +208,7 @@ def sync_command(folders: Sequence[Path], project: str | None = None, entity: st
     """Return the command that syncs these folders of W&B's runs."""
     named = {"--project": project, "--entity": entity}
     options = [word for name, value in named.items() if value is not None for word in (name, value)]
-    return [sys.executable, "-m", "wandb", "sync", *options, *map(str, folders)]
+    return [sys.executable, "-c", _WANDB, "sync", *options, *map(str, folders)]
 
 
 def run_command(command: Sequence[str], runs: Sequence[OfflineRun], limit: float) -> tuple[str, bool]:

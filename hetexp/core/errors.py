@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 _PASSWORD = re.compile(
     r"(?<=://)([^\s:/@]*:)[^\s@]*(?=@)|([?&][^\s=&]*(?:pass|%)[^\s=&]*=)[^\s&'\"]*", re.IGNORECASE
@@ -81,6 +82,27 @@ class RunFailedError(HetexpError):
         self.exit_code = exit_code
         self.details = details
         self.shown = shown
+
+
+@contextlib.contextmanager
+def logged(what: str, level: int = logging.DEBUG) -> Iterator[None]:
+    """Go on after any error of the block, which runs a user's or a vendor's code, and log it.
+
+    Args:
+        what: what is missing after an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = type(error).__name__
+        logging.getLogger(__name__).log(level, "%s (%s: %s)", what, kind, plain_line(error))
+
+
+def plain_line(text: object, longest: int = 120) -> str:
+    """Return the first line of a stranger's text as a message may show it, without control characters."""
+    line = next(iter(str(text).strip().splitlines()), "")
+    plain = "".join(character if character.isprintable() else "?" for character in line)
+    return plain if len(plain) <= longest else f"{plain[:longest]}…"
 
 
 def must_be(key: str, accepted: str, value: object, fix: str = "") -> str:

@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hetexp.core.errors import RunFailedError
+from hetexp.core.errors import ConfigError, RunFailedError, must_be
 
 try:
     import fcntl
+    import pwd
 except ImportError:  # Windows has no locks on folders
     fcntl = None  # type: ignore[assignment]
 
+_MOST_DIGITS = 100
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, a user's quota, and a process's limit of the file size."""
 LEAST_FREE = 4 * 2**20
@@ -42,8 +44,9 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):
+        temporary.unlink(missing_ok=True)
         try:
-            with temporary.open("wb") as file:
+            with temporary.open("xb") as file:  # follows no link of this name, which may lead anywhere
                 file.write(content)
                 if durable:
                     file.flush()
@@ -59,6 +62,34 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
 def write_json(path: Path, value: Any, durable: bool = True) -> None:
     """Write `value` as indented JSON, whole or not at all; see `write_bytes`."""
     write_text(path, json.dumps(value, indent=2) + "\n", durable)
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON of a file that anyone may have written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no plain file, whose reading might never end, or no JSON in UTF-8.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is no plain file")
+    return parse_json(path.read_bytes())
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the value of a JSON text that anyone may have written; numbers too large for a float are `inf`.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, or nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(text.decode(), parse_int=_whole)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
 
 
 @contextmanager
@@ -170,6 +201,30 @@ def of_others(*paths: Path) -> str:
             owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
             return f"{path} must be writable by you alone, but belongs to user {owner} with mode {mode:o}"
     return ""
+
+
+def check_owner(path: Path, trusted: str | None, key: str, fix: str) -> None:
+    """Check that a folder, or the folder that it would be made in, is this user's or the system's.
+
+    Args:
+        trusted: another user whose folders are accepted.
+        key: key or option that names the folder.
+        fix: how to accept this user, who is put in place of `{}`.
+
+    Raises:
+        ConfigError: it is another user's, who may change its files, or replace them by links, at any time.
+    """
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    user = existing.stat().st_uid
+    if not hasattr(os, "geteuid") or user in (0, os.geteuid()):
+        return
+    try:
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        name = str(user)
+    if trusted not in (name, str(user)):
+        why = f"This one is the user {name}'s. If you trust this user, add {fix.format(name)}."
+        raise ConfigError(must_be(key, "a folder of your own", str(existing), why))
 
 
 def temporary_folder() -> Path:

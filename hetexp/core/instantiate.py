@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import logging
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,20 +20,34 @@ from pydantic.errors import PydanticUserError
 from hetexp.core.config import explain, own_arguments
 from hetexp.core.config.signature import Signature, signature_from_source, signature_of
 from hetexp.core.config.weights import weights_problems
-from hetexp.core.errors import ConfigError, did_you_mean, must_be
+from hetexp.core.errors import ConfigError, did_you_mean, logged, must_be, plain_line
+
+log = logging.getLogger(__name__)
 
 _RESERVED = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
-ALWAYS_TRUSTED = (
-    *("hetexp.strategy", "hetexp.balancing", "hetexp.model", "hetexp.data", "hetexp.training.loss"),
-    *("hetexp.optimizer", "torch.optim"),
-)
-"""Packages whose classes may always be built: they run no code but their own, whatever their arguments."""
+ALWAYS_TRUSTED = frozenset(
+    f"hetexp.{name}"
+    for name in (
+        *("strategy.auto.Auto", "strategy.ddp.DDP", "strategy.dp.DP", "strategy.single.Single"),
+        *("strategy.hierarchical_sgd.HierarchicalSGD", "strategy.hybrid.Hybrid"),
+        *("strategy.independent.Independent", "strategy.local_sgd.LocalSGD", "strategy.pipeline.Pipeline"),
+        *("balancing.adaptive.Adaptive", "balancing.equal.Equal", "balancing.manual.Manual"),
+        *("balancing.profiled.Profiled", "balancing.tflops.Tflops", "balancing.vram.Vram"),
+        *("model.mlp.MLP", "model.convnet.ConvNet", "model.gpt.GPT", "model.sae.SAE"),
+        *("data.digits.Digits", "data.digits.DigitVectors", "data.synthetic.Synthetic", "data.text.Text"),
+        *("data.activations.Activations", "data.collate.Pad"),
+        "data.collate.collate_list",
+    )
+) | {"torch.optim.SGD"}
+"""Classes that may always be built: whatever their arguments, they run no code but hetexp's own, and write
+nothing."""
+_LOOKED_AT = ALWAYS_TRUSTED | {"hetexp.model.hf_causal_lm.HFCausalLM"}
+"""Classes whose own methods may be called. transformers builds whatever the files of a folder name."""
 WITHOUT_TORCH = ("hetexp.strategy", "hetexp.balancing", "hetexp.logger", "hetexp.data")
 """Packages whose shipped options import no torch."""
 OF_A_SCHEDULE = ("optimizer", "T_max", "total_steps", "num_training_steps", "total_iters")
 """Arguments that hetexp gives a class of `trainer.schedule`: the optimizer, and the length of the run."""
 _ACCEPTED = "a class of hetexp or of a package that you trust"
-_LONGEST_SHOWN = 120
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ class _Limit:
     how: str
 
     def covers(self, name: str) -> bool:
-        return _inside(name, (*ALWAYS_TRUSTED, *self.packages))
+        return _inside(name, self.packages)
 
 
 _limits: ContextVar[tuple[_Limit, ...]] = ContextVar("limits", default=())
@@ -106,12 +121,13 @@ def instantiate(node: Mapping[str, Any], /, **extra: Any) -> Any:
     raise cause  # out of the block, so that it keeps a cause of its own
 
 
-def locate(target: str, key: str = "_target_") -> Any:
+def locate(target: str, key: str = "_target_", built: bool = True) -> Any:
     """Return the class or function of a dotted path.
 
     Args:
         target: the path.
         key: Hydra key of the path, for the message of a refusal.
+        built: whether it may be called, and not only a method of its own.
 
     Raises:
         ConfigError: `only_trusted` refuses it.
@@ -119,14 +135,15 @@ def locate(target: str, key: str = "_target_") -> Any:
     """
     if ":" in target:  # resolve_name's other form, which Hydra does not read
         raise ImportError("a dotted path has no colon")
-    for limit in _limits.get():
-        _trusted(key, target, limit)
+    if built or target not in _LOOKED_AT:
+        for limit in _limits.get():
+            _trusted(key, target, limit)
     return pkgutil.resolve_name(target)
 
 
 def _untrusted(node: Any, key: str, limit: _Limit) -> Iterator[str]:
     if isinstance(node, str) and "${" in node:  # Hydra would resolve it, even to another `_target_`
-        yield must_be(_shown(key), "a plain value in a stored configuration", _shown(node))
+        yield must_be(plain_line(key), "a plain value in a stored configuration", plain_line(node))
     elif isinstance(node, Mapping):
         for name, value in node.items():
             inner = f"{key}.{name}" if key else str(name)
@@ -153,7 +170,7 @@ def _trusted(key: str, target: Any, limit: _Limit) -> None:
     """
 
     def refusal(why: str) -> ConfigError:
-        return ConfigError(must_be(_shown(key), _ACCEPTED, _shown(target), why))
+        return ConfigError(must_be(plain_line(key), _ACCEPTED, plain_line(target), why))
 
     def by_trust(package: str) -> str:
         if not all(name.isidentifier() for name in package.split(".")):
@@ -162,6 +179,8 @@ def _trusted(key: str, target: Any, limit: _Limit) -> None:
 
     if not isinstance(target, str):
         raise refusal("A dotted path is text.")
+    if target in ALWAYS_TRUSTED:
+        return
     around = target.rpartition(".")[0] or target
     if not limit.covers(target):
         raise refusal(by_trust(around))
@@ -192,12 +211,6 @@ def _inside(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def _shown(text: object) -> str:
-    """Return a stranger's text as a message may show it: short, and without control characters."""
-    plain = "".join(character if character.isprintable() else "?" for character in str(text))
-    return plain if len(plain) <= _LONGEST_SHOWN else f"{plain[:_LONGEST_SHOWN]}…"
-
-
 def parameters(target: str) -> dict[str, inspect.Parameter]:
     """Return the parameters of a target by name; empty if it has no Python signature."""
     try:
@@ -210,11 +223,10 @@ def accepts(target: str, name: str) -> bool:
     """Return whether a target may take an argument; yes if it cannot be imported or has no signature."""
     if name in _RESERVED:
         return True
-    try:
+    with logged(f"the arguments of {target} are not known"):  # `check_component` reports it
         known = inspect.signature(locate(target)).parameters
-    except Exception:  # an import runs any code and so raises anything: `check_component` reports it
-        return True
-    return name in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+        return name in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+    return True
 
 
 def arguments(target: str, key: str) -> tuple[list[str], bool]:
@@ -225,10 +237,9 @@ def arguments(target: str, key: str) -> tuple[list[str], bool]:
     Args:
         key: Hydra key of an argument, whose section may leave some to hetexp.
     """
-    try:
+    signature = None
+    with logged(f"the arguments of {target} are not known"):
         signature = signature_from_source(target) or signature_of(locate(target))
-    except Exception:  # an import runs any code and so raises anything
-        return [], True
     if signature is None:
         return [], True
     named = signature.named
@@ -242,10 +253,9 @@ def fits_default(target: str, name: str, value: Any) -> bool:
     A class may give a name of another class another meaning, as Adafactor does with its two `eps`. Yes if the
     argument or the value is null or not known.
     """
-    try:
+    default = None
+    with logged(f"the arguments of {target} are not known"):  # `check_component` reports it
         default = parameters(target)[name].default
-    except Exception:  # an import runs any code and so raises anything: `check_component` reports it
-        return True
     kinds = [next((kind for kind in _KINDS if isinstance(one, kind)), None) for one in (default, value)]
     return None in kinds or kinds[0] is kinds[1]
 
@@ -358,7 +368,8 @@ def _check_value(key: str, value: Any, annotation: Any) -> list[str]:
         if error.code != "type-adapter-config-unused":
             return []  # an annotation that pydantic cannot read judges nothing
         adapter = TypeAdapter(annotation)
-    except Exception:  # forward references and exotic types: the constructor itself will judge
+    except Exception as error:  # forward references and exotic types: the constructor itself will judge
+        log.debug("`%s` is not checked: %r", key, error)
         return []
     try:
         adapter.validate_json(json.dumps(value), strict=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hetexp.core.files import parse_json
 
 
 def last_rows(path: Path, most_bytes: int) -> list[dict[str, Any]]:
@@ -15,7 +16,7 @@ def last_rows(path: Path, most_bytes: int) -> list[dict[str, Any]]:
     What is cut off, by `most_bytes` or by a writer that was killed, is left out.
     """
     try:
-        with path.open("rb") as file:
+        with _plain(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - most_bytes))
             text = file.read(most_bytes)
@@ -27,17 +28,24 @@ def last_rows(path: Path, most_bytes: int) -> list[dict[str, Any]]:
 def all_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file's whole lines, as they are asked for; none without such a file."""
     try:
-        file = path.open("rb")
+        file = _plain(path)
     except OSError:
         return
     with file:
         yield from _rows(file)
 
 
+def _plain(path: Path) -> BinaryIO:
+    """Open a file, but no device or pipe, which may have no end."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no plain file")
+    return path.open("rb")
+
+
 def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with suppress(ValueError):
-            row = json.loads(line)
+            row = parse_json(line)
             if isinstance(row, dict):
                 yield row
 
@@ -53,10 +61,10 @@ class Appended:
         """Return the lines that were added since the last call."""
         try:
             if self._file is None:
-                self._file = self._path.open("rb")
+                self._file = _plain(self._path)
             elif self._path.stat().st_size < self._file.tell():
                 self.close()
-                self._file = self._path.open("rb")
+                self._file = _plain(self._path)
             added = self._file.read()
         except OSError:
             return []

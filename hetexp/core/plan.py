@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetexp.core.cost.step import Wire
 from hetexp.core.device import DeviceSpec
-from hetexp.core.files import write_json
+from hetexp.core.files import read_json, write_json
 from hetexp.core.split import apportion
 from hetexp.core.stage import Stage
 from hetexp.core.topology import Topology
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 _TUPLES = (
     "shares",
@@ -31,6 +35,7 @@ _TUPLES = (
     "script_arguments",
 )
 """Fields that JSON turns into lists."""
+_SECTIONS = ("trainer", "hardware", "strategy", "balancing", "fault", "comm", "model", "data", "optimizer")
 _BY_RANK = ("devices", "threads", "precisions", "memory_bytes")
 """Fields with a value for each rank that does not depend on other ranks."""
 
@@ -255,6 +260,43 @@ class Plan:
         return cls.from_json(path.read_text(encoding="utf-8"))
 
     @classmethod
+    def read_checked(cls, path: Path) -> Plan:
+        """Read the plan from a file that anyone may have written.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no plan, in one sentence.
+        """
+        from pydantic import ValidationError
+
+        from hetexp.core.section import first_problem
+
+        raw = read_json(path)
+        try:
+            _form().validate_python(raw)
+            plan = cls.from_dict(raw)
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from None
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        if problem := plan._mismatch():
+            raise ValueError(problem)
+        return plan
+
+    def _mismatch(self) -> str:
+        """Return which values do not belong together; empty if none."""
+        ranks = len(self.devices)
+        lengths = {name: len(getattr(self, name)) for name in ("shares", "local_batch_sizes", "threads")}
+        optional = ("precisions", "microbatch_sizes", "memory_bytes", "stages")
+        lengths |= {name: len(getattr(self, name)) for name in optional if getattr(self, name)}
+        if not ranks or any(length != ranks for length in lengths.values()):
+            return f"its {ranks} devices do not have one value each of {', '.join(lengths)}"
+        if len(self.card_shares) != len(self.cards):
+            return "its cards do not have one share each"
+        odd = [name for name in _SECTIONS if type(self.config.get(name, {})) is not dict]
+        return f"`config.{odd[0]}` is no section" if odd else ""
+
+    @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
         """Read the plan from the result of `to_json`."""
         return cls.from_dict(json.loads(text))
@@ -274,3 +316,11 @@ class Plan:
         for name in _TUPLES:
             raw[name] = tuple(raw[name])
         return cls(**raw)
+
+
+@functools.cache
+def _form() -> TypeAdapter[Plan]:
+    """Return what checks the types of a plan's values."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Plan)

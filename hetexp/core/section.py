@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
+
+from hetexp.core.errors import plain_line
 
 
 class Section(BaseModel):
@@ -27,6 +29,12 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, item in value.items():
         flat |= flatten(item, f"{prefix}.{key}" if prefix else str(key))
     return flat
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first of pydantic's problems in one line: where it is, and what."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return plain_line(f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}")
 
 
 def as_text(value: Any) -> Any:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import Required, TypedDict
 
 import hetexp
 from hetexp.core.plan import Plan
 from hetexp.core.precision import exchanged_in
+from hetexp.core.section import first_problem
 
 SCHEMA = 1
+_Count = Annotated[int, Field(ge=0, lt=2**63)] | None
+_Number = float | None
 LOST_TO = ("imbalance", "communication", "rounding", "data", "other")
 LOADING_MATTERS = 0.05
 """Share of a step's time that it may wait for samples before the user is told."""
@@ -22,6 +29,65 @@ SPEED = "samples_per_second"
 """Last word of the name of a metric that is a speed."""
 
 
+class _Device(TypedDict, total=False):
+    id: Required[str]
+    name: Required[str]
+    emulated: bool
+    share: Required[_Number]
+    local_batch: Required[_Count]
+    steps: _Count
+    samples_per_s: _Number
+    solo_samples_per_s: _Number
+    idle_s: _Number
+    peak_memory: _Number
+    energy_j: _Number
+    energy_source: str | None
+    precision: str | None
+
+
+class _Summary(TypedDict, total=False):
+    status: Required[str]
+    error: Required[str | None]
+    run_id: str
+    emulated: bool
+    time_scale: _Number
+    invalid_reason: str | None
+    strategy: Required[str]
+    fallback: dict[str, str] | None
+    seed: _Count
+    global_batch: _Count
+    steps: _Count
+    samples: _Count
+    wall_s: _Number
+    samples_per_s: _Number
+    solo_source: str | None
+    ceiling: _Number
+    efficiency: _Number
+    lost_to: Required[dict[str, _Number]]
+    calibration: dict[str, Any] | None
+    predicted_step_s: _Number
+    measured_step_s: _Number
+    loading: dict[str, _Number]
+    comm: Required[dict[str, Any]]
+    devices: Required[list[_Device]]
+    final: Required[dict[str, _Number | dict[str, _Number]]]
+    versions: dict[str, str]
+
+
+def summary_problem(raw: Any) -> str:
+    """Return what in the content of a `summary.json` is not as hetexp writes it; empty if nothing is."""
+    try:
+        _form().validate_python(raw, strict=True)
+    except ValidationError as error:
+        return first_problem(error)
+    return ""
+
+
+@functools.cache
+def _form() -> TypeAdapter[_Summary]:
+    return TypeAdapter(_Summary)
+
+
 def modelled(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics of a step with the speeds of emulated devices in samples per modelled second.
 
@@ -31,9 +97,9 @@ def modelled(values: Mapping[str, Any]) -> dict[str, Any]:
             `emulation/time_scale`.
     """
     scale = values.get("time_scale")
-    if not scale:
+    if not scale or not isinstance(scale, (int, float)):
         return dict(values)
-    fast = {name for name in values if name.endswith(SPEED) and values[name] is not None}
+    fast = {n for n, value in values.items() if n.endswith(SPEED) and isinstance(value, (int, float))}
     names = {"time_scale": "emulation/time_scale"}
     return {names.get(name, name): v * scale if name in fast else v for name, v in values.items()}
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from hetexp.core.errors import logged
 from hetexp.hosts.channel import Listener, close_socket
 
 CHUNK_BYTES = 2**16
@@ -24,7 +25,7 @@ class PortForward(Listener):
         super().__init__(("127.0.0.1", 0), self._forward)
 
     def _forward(self, near: socket.socket, _: str) -> bool:
-        with contextlib.suppress(Exception):  # the rank sees its connection end, and tries again
+        with logged("a forwarded connection ended"):  # the rank sees that, and tries again
             relay(near, self._connect(), self.open)
         return False
 

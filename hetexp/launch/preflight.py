@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetexp.core.config import Config
-from hetexp.core.errors import SetupError
+from hetexp.core.errors import SetupError, logged
 from hetexp.core.files import folder_problem
 from hetexp.core.plan import Plan
 from hetexp.launch.environments.interpreter import check_interpreter
@@ -112,14 +112,13 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
             copy.grad = torch.empty_like(copy)
         plain = dict.fromkeys(_DEVICE_ONLY & group.keys(), False)
         groups.append({**group, **plain, "params": copies})
-    try:
+    # A user's own class may do anything; most keep two values per parameter, as Adam does.
+    with logged("the optimizer's state is taken for two values a parameter", logging.INFO):
         make: Callable[..., torch.optim.Optimizer] = type(optimizer)
         trial = make(groups)
         trial.step()
-        state = trial.state
-    except Exception:  # a user's own class may do anything; most keep two values per parameter, as Adam does
-        return 2 * sum(_nbytes(p) for group in optimizer.param_groups for p in group["params"])
-    return sum(_nbytes(value) for values in state.values() for value in values.values())
+        return sum(_nbytes(value) for values in trial.state.values() for value in values.values())
+    return 2 * sum(_nbytes(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def _nbytes(value: object) -> int:

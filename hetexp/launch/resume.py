@@ -7,7 +7,6 @@ seed, batch and name, but maybe other devices, strategy and balancing.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,8 @@ from hetexp.checkpoint.manifest import (
     rank_folders,
     search_rank_checkpoints,
 )
-from hetexp.core.errors import CheckpointError, ConfigError, must_be
-from hetexp.core.files import lock_folder
+from hetexp.core.errors import CheckpointError, ConfigError, logged, must_be
+from hetexp.core.files import check_owner, lock_folder, read_json
 from hetexp.core.sweep.folder import key_of
 from hetexp.plan.run_spec import RunSpec
 
@@ -81,11 +80,10 @@ def going_on(spec: RunSpec, found: FoundRun) -> RunSpec:
 
 def resumes_ranks(spec: RunSpec, path: Path) -> bool:
     """Return whether each rank of a run has a checkpoint of its own in a folder to go on from."""
-    try:
+    strategy = None
+    with logged("why the strategy cannot be built is reported with its other problems"):
         strategy = spec.strategy
-    except Exception:  # reported with the strategy's other problems
-        return False
-    return strategy.resumes_ranks(path)
+    return strategy is not None and strategy.resumes_ranks(path)
 
 
 def _of_this_job(spec: RunSpec, which: str, in_place: bool) -> FoundRun:
@@ -101,6 +99,13 @@ def _of_this_job(spec: RunSpec, which: str, in_place: bool) -> FoundRun:
             if in_place:
                 return FoundRun(None, (f"resume=auto: {reason}. Nothing is done.",), finished=True)
             return FoundRun(None, (*skipped, f"resume=auto: {reason}. A new training begins."))
+        try:
+            _check_owner(spec, run)
+        except ConfigError as error:
+            if in_place:
+                raise
+            skipped.append(f"'{run}' was passed over: {error.problems[0]}")
+            continue
         with lock_folder(run, wait=False) as idle:
             if not idle:
                 fix = "Wait for it, or name another run's folder."
@@ -121,7 +126,12 @@ def _of_this_job(spec: RunSpec, which: str, in_place: bool) -> FoundRun:
     raise ConfigError(" ".join([must_be("resume", "of a run of the same job", which, fix), *skipped]))
 
 
+def _check_owner(spec: RunSpec, path: Path) -> None:
+    check_owner(path, spec.config.trust_owner, "resume", "trust_owner={}")
+
+
 def _choose(spec: RunSpec, path: Path, which: str) -> FoundRun:
+    _check_owner(spec, path)
     if resumes_ranks(spec, path):
         if which != LAST:
             fix = "Each device has checkpoints of its own, and they go on from the newest step of all."
@@ -130,6 +140,7 @@ def _choose(spec: RunSpec, path: Path, which: str) -> FoundRun:
         return FoundRun(path, (f"resume: goes on from the ranks' checkpoints of '{path}'.",))
     metric = spec.config.trainer.early_stopping.metric
     chosen = choose(path, which, metric)
+    _check_owner(spec, chosen.folder)
     return FoundRun(chosen.folder.absolute(), (*chosen.skipped, f"resume: goes on from '{chosen.folder}'."))
 
 
@@ -143,7 +154,7 @@ def _same_job(spec: RunSpec) -> Iterator[Path]:
     runs = []
     for plan in _plans(request.run_dir):
         try:
-            raw = json.loads(plan.read_text(encoding="utf-8"))
+            raw = read_json(plan)
             ran = tuple(map(str, (raw["script"], *raw["script_arguments"]) if raw.get("script") else ()))
             same = key is None or key_of(raw["overrides"]) == key
             if same and _identity(raw["config"], ran) == identity:
@@ -195,8 +206,8 @@ def _has_checkpoints(run: Path) -> bool:
 def _is_done(run: Path, spec: RunSpec) -> bool:
     """Return whether a run is complete, and its limits are those of the new one."""
     try:
-        summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-        trainer = json.loads((run / PLAN).read_text(encoding="utf-8"))["config"]["trainer"]
+        summary = read_json(run / SUMMARY)
+        trainer = read_json(run / PLAN)["config"]["trainer"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     same = all(trainer.get(key) == spec.raw["trainer"].get(key) for key in _LIMITS)

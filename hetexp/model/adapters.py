@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.errors import CheckpointError, ConfigError, must_be
 from hetexp.model.exported import Exported
 
 NAME = "default"
@@ -80,7 +80,10 @@ def exported(section: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Expor
 
     renamed, targets = {}, set()
     for name, tensor in tensors.items():
-        place, factor = re.fullmatch(rf"lm\.(.+)\.(lora_[AB])\.{NAME}\.weight", name, re.ASCII).groups()  # type: ignore[union-attr]
+        match = re.fullmatch(rf"lm\.(.+)\.(lora_[AB])\.{NAME}\.weight", name, re.ASCII)
+        if match is None:
+            raise CheckpointError(f"`model` must have adapters only, but the checkpoint has '{name}'.")
+        place, factor = match.groups()
         renamed[f"base_model.model.{place}.{factor}.weight"] = tensor
         targets.add(place.rpartition(".")[2])
     config = LoraConfig(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 import hetexp
+from hetexp.core.files import read_json
 from hetexp.model.exported import Exported
 
 WEIGHTS, CONFIG = "sae_weights.safetensors", "cfg.json"
@@ -68,9 +68,7 @@ def _metadata(state: Mapping[str, Any]) -> dict[str, Any]:
     extra = state["extra"]
     folder = extra["config"]["data"].get("folder")
     try:
-        source = (
-            json.loads((Path(folder).expanduser() / SOURCE).read_text(encoding="utf-8")) if folder else {}
-        )
+        source = read_json(Path(folder).expanduser() / SOURCE) if folder else {}
     except (OSError, ValueError):  # moved, or not of `hetexp harvest`
         source = {}
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hetexp.core.device import GIB, DeviceSpec
+from hetexp.core.files import parse_json
 from hetexp.core.lines import Appended
 from hetexp.core.plan import Plan
 from hetexp.hardware.detection.lease import owners
 from hetexp.monitor.processes import lives
 
+MOST = 1e30
+"""Numbers from here on, and NaN, are no measurements."""
 SILENT_SECONDS = 10.0
 """A run without a new line for this time, and for three times its usual pause, counts as idle."""
 
@@ -43,7 +45,7 @@ class RunWatch:
         self.plan: Plan | None = None
         """The current plan; `None` if there is none yet."""
         self.line: dict[str, Any] = {}
-        """The newest line of its metrics with a training step."""
+        """The numbers in the newest line of its metrics with a training step."""
         self._plan_path: Path | None = None
         self._metrics = Appended(folder / "metrics.jsonl")
         self._line_at: float | None = None
@@ -67,11 +69,12 @@ class RunWatch:
         self._read_plan()
         for text in reversed(self._metrics.read()):
             with suppress(ValueError):
-                line = json.loads(text)
-                if "train/loss" in line:
+                line = parse_json(text)
+                if isinstance(line, dict) and "train/loss" in line:
                     before, self._line_at = self._line_at, self._clock()
                     self._pause = self._line_at - before if before is not None else 0.0
-                    self.line = line
+                    numbers = ((name, v) for name, v in line.items() if isinstance(v, (int, float)))
+                    self.line = {name: value for name, value in numbers if abs(value) < MOST}
                     break
 
     def modelled(self, spec: DeviceSpec) -> Modelled:
@@ -104,8 +107,8 @@ class RunWatch:
         changed = sorted((self.folder / "plans").glob("epoch_*.json"), key=_epoch)
         path = changed[-1] if changed else self.folder / "plan.json"
         if path != self._plan_path:
-            with suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or another version's
-                self.plan, self._plan_path = Plan.read(path), path
+            with suppress(OSError, ValueError):  # not there yet, or another version's
+                self.plan, self._plan_path = Plan.read_checked(path), path
 
 
 def leased() -> list[Path]:

@@ -6,6 +6,7 @@ time, and that one is reported as lost.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from hetexp.hardware.detection.probe import torch_devices
 from hetexp.monitor.processor import Processor
 from hetexp.monitor.runs import RunWatch
 from hetexp.monitor.sample import Device, Sample, User, of_reading
+
+log = logging.getLogger(__name__)
 
 LIST_SECONDS = 60.0
 """How often cards are listed again: one may have been added."""
@@ -134,6 +137,7 @@ class _Reader:
         self.lost = card.lost
         self._gauge, self._clock = gauge, clock
         self._reading: Reading | None = None
+        self._failed: str | None = None
         self._asked, self._answered = threading.Event(), threading.Event()
         self._answered.set()
         self._asked_at = clock()
@@ -182,8 +186,11 @@ class _Reader:
                 self._reading, self.lost = self._gauge(), None
             except CardLostError as error:
                 self._reading, self.lost = None, str(error)
-            except Exception:  # a vendor's library raises anything: nothing is known of the card now
+            except Exception as error:  # a vendor's library raises anything: nothing is known of the card now
                 self._reading = None
+                if repr(error) != self._failed:
+                    self._failed = repr(error)
+                    log.warning("a card's sensors cannot be read: %s", self._failed)
             self._answered.set()
 
 

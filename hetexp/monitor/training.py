@@ -81,11 +81,11 @@ class Training:
         line = self._watch.line
         if not line:
             return
-        step = int(line["step"])
+        step = int(line.get("step", 0))
         self._now |= {
             "step": step,
             "progress": min(1.0, step / self._steps) if self._steps else None,
-            "loss": _finite(line["train/loss"]),
+            "loss": _finite(line.get("train/loss")),
             "samples_per_second": line.get("samples_per_second"),
         }
         if self._watch.plan is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hetexp.core.cost.calibration import DeviceCalibration
 from hetexp.core.device import DeviceSpec
+from hetexp.core.files import read_json
 from hetexp.core.plan import Plan
 from hetexp.report.results import DeviceProfile
 from hetexp.report.runs import CALIBRATION, PLAN, RunRecord
@@ -67,8 +67,8 @@ def _calibrations(run: RunRecord) -> Iterator[Measured]:
     """Yield the calibrations of a run's own folder and of its plan."""
     folder = run.folder / CALIBRATION
     try:
-        measured = json.loads((folder / f"{CALIBRATION}.json").read_text(encoding="utf-8"))
-        plan = Plan.read(folder / PLAN)
+        measured = read_json(folder / f"{CALIBRATION}.json")
+        plan = Plan.read_checked(folder / PLAN)
         yield plan, list(zip(plan.devices, measured["devices"], strict=True))
     except (OSError, ValueError, KeyError, TypeError):  # the calibration is absent or incomplete
         pass

@@ -9,10 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.errors import ConfigError, must_be, plain_line
+from hetexp.core.files import read_json
 from hetexp.core.lines import all_rows
 from hetexp.core.plan import Plan
 from hetexp.core.section import flatten
+from hetexp.core.summary import summary_problem
 from hetexp.core.sweep.folder import SWEEP_FILE, SweepRow, key_of, of_a_run, read_rows
 
 SUMMARY, PLAN, METRICS = "summary.json", "plan.json", "metrics.jsonl"
@@ -106,7 +108,7 @@ class RunRecord:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; if a resumed run repeated a step, its later lines."""
+        """The numbers in `metrics.jsonl`, by line; if a resumed run repeated a step, its later lines."""
         return _metrics(all_rows(self.folder / METRICS))
 
     @cached_property
@@ -195,16 +197,16 @@ def _of_sweep(sweep: Path, rows: Sequence[SweepRow]) -> Iterator[RunRecord]:
 def _read(folder: Path, row: SweepRow | None = None) -> RunRecord:
     """Return a run that has a plan; if its files cannot be read, its error says why."""
     try:
-        plan = Plan.read(folder / PLAN)
+        plan = Plan.read_checked(folder / PLAN)
         path = folder / SUMMARY
         if path.exists():
-            summary = json.loads(path.read_text(encoding="utf-8"))
-            if not {"status", "error"} <= set(summary):
-                raise ValueError(f"{SUMMARY} has no status")
+            summary = read_json(path)
+            if problem := summary_problem(summary):
+                raise ValueError(f"{SUMMARY}: {problem}")
         else:
             summary = {"status": "unfinished", "error": "it has no summary: it is running, or was killed"}
-    except (ValueError, TypeError, KeyError) as error:
-        reason = f"its files cannot be read ({type(error).__name__}: {error})"
+    except (OSError, ValueError) as error:
+        reason = f"its files cannot be read ({type(error).__name__}: {plain_line(error)})"
         overrides = row.overrides if row is not None else _typed(folder)
         return RunRecord(folder, {"status": "unfinished", "error": reason}, None, overrides, row)
     return RunRecord(folder, summary, plan, plan.overrides if row is None else row.overrides, row)
@@ -222,10 +224,14 @@ def _unstarted(folder: Path) -> RunRecord:
 
 def _typed(folder: Path) -> tuple[str, ...]:
     """Return the overrides that Hydra stored."""
-    from omegaconf import OmegaConf
+    import yaml
 
     path = folder / HYDRA
-    return tuple(map(str, OmegaConf.load(path))) if path.exists() else ()
+    try:
+        words = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else []
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"'{path}' must be YAML, but cannot be read ({plain_line(error)}).") from error
+    return tuple(map(str, words)) if isinstance(words, list) else ()
 
 
 def _metrics(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,6 +241,7 @@ def _metrics(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         step = line.get("step")
         if not isinstance(step, int):
             continue
+        line = {name: v for name, v in line.items() if v is None or isinstance(v, (int, float))}
         if step < last:  # a resumed run repeats steps
             kept = {key: earlier for key, earlier in kept.items() if key[0] < step}
         last = step

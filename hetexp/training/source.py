@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from hetexp.checkpoint.folder import STATE, load_checkpoint
 from hetexp.core.call import call_model
 from hetexp.core.config import LossConfig
 from hetexp.core.errors import CheckpointError, ConfigError, did_you_mean, must_be
+from hetexp.core.files import read_json
 from hetexp.core.instantiate import only_trusted, untrusted
 from hetexp.data.base import build_data, stream_of
 from hetexp.data.page_locked import on_device
@@ -45,7 +45,7 @@ class SourceModel:
         self, checkpoint: Path, layer: str, num_samples: int | None = None, scale: float = 1.0
     ) -> None:
         try:
-            state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+            state = read_json(checkpoint / STATE)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"The source model's checkpoint cannot be read: {error}.") from error
         config = state["extra"]["config"]
@@ -87,7 +87,7 @@ class SourceModel:
             ConfigError: the file does not name a model, or a class of the checkpoint is not trusted.
         """
         try:
-            recorded = json.loads(path.read_text(encoding="utf-8"))
+            recorded = read_json(path)
             checkpoint, layer = Path(recorded["checkpoint"]), str(recorded["layer"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             accepted = "0 if source.json does not name a checkpoint and a layer"

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from hetexp.core.config import Config
-from hetexp.core.errors import ConfigError, HandshakeError, must_be
+from hetexp.core.errors import ConfigError, HandshakeError, logged, must_be
 from hetexp.core.instantiate import locate
 from hetexp.core.plan import Plan
 from hetexp.data.base import build_data, stream_of
@@ -76,7 +76,7 @@ def check_built_stream(strategy: Strategy, config: Config) -> list[str]:
     is_ours = str(getattr(built, "__module__", "")).partition(".")[0] == "hetexp"  # which has no streams
     if shown or is_ours or not stream_problems(strategy, config, None):
         return []
-    with suppress(Exception), seeded(config.trainer.seed):  # the user's own classes run any code
+    with logged("the data's length is left to the ranks"), seeded(config.trainer.seed):
         stream = stream_of(build_data(config.data).train)
         return [] if stream is None else stream_problems(strategy, config, stream.length)
     return []

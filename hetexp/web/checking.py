@@ -6,7 +6,6 @@ go to standard error. The process ends when its standard input ends.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetexp.core.errors import ConfigError, HetexpError
+from hetexp.core.errors import ConfigError, HetexpError, logged
 
 if TYPE_CHECKING:
     from hetexp.core.plan import Plan
@@ -34,7 +33,7 @@ def main() -> None:
         "check": checked,
         "estimate": estimated,
     }
-    with contextlib.suppress(Exception):  # a user's question reports what is wrong
+    with logged("the first estimate, which imports what later ones need, failed"):
         estimated(_FIRST, ("cpu", "cpu"))
     for line in sys.stdin:
         question = json.loads(line)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import signal
@@ -20,9 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 import hetexp
 from hetexp.core.device import DeviceSpec
-from hetexp.core.files import write_json
+from hetexp.core.files import read_json, write_json
 from hetexp.hardware.detection.lease import holder
 
 NOTE, LOCK = "job.json", "job.lock"
@@ -99,13 +100,14 @@ class Job:
         return asked
 
 
+_JOB = TypeAdapter(Job)
+
+
 def read_job(run_dir: Path) -> Job | None:
     """Return the job of a run folder, `None` if no server started it."""
     try:
-        raw = json.loads((run_dir / NOTE).read_text(encoding="utf-8"))
-        cards = tuple(Card(**card) for card in raw.pop("cards"))
-        return Job(**raw | {"cards": cards, "words": tuple(raw["words"]), "gpu_ids": tuple(raw["gpu_ids"])})
-    except (OSError, ValueError, KeyError, TypeError):
+        return _JOB.validate_python(read_json(run_dir / NOTE))
+    except (OSError, ValueError):
         return None
 
 

@@ -7,7 +7,6 @@ those that had no plan yet.
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from hetexp.core.files import write_text
+from hetexp.core.files import read_json, write_text
 from hetexp.monitor.processes import lives, started_at
 from hetexp.monitor.sample import host_name
 from hetexp.monitor.store import ABANDONED, ACTIVE, Store
@@ -229,9 +228,10 @@ class Jobs:
     def _conclude(self, row: Row, job: Job) -> None:
         """Note the end of a training if its launcher did not."""
         run_dir = Path(row["run_dir"])
-        with suppress(OSError, ValueError, KeyError):
-            summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-            self._end(row, _STATES.get(summary["status"], "failed"), summary["error"])
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            summary = read_json(run_dir / "summary.json")
+            error = None if summary["error"] is None else str(summary["error"])
+            self._end(row, _STATES.get(str(summary["status"]), "failed"), error)
             return
         if job.stop_asked is not None:
             self._end(row, "stopped", None)
@@ -296,5 +296,9 @@ def report_of(row: Row) -> str:
                 text = render(compare(read_runs([run_dir]), row["name"]))
         except ConfigError as error:
             raise RefusedError(404, [("id", problem) for problem in error.problems]) from None
+        except Exception as error:
+            _LOG.warning("%s has no report", run_dir, exc_info=True)
+            message = f"The files of training {row['id']} are not as hetexp writes them ({error!r:.100})."
+            raise RefusedError(404, [("id", message)]) from None
         write_text(page, text)
     return page.read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from hetexp.core.errors import logged
 from hetexp.web.access import Access
 
 MOST_CLIENTS = 500
@@ -83,7 +84,7 @@ class Hub:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with contextlib.suppress(Exception):  # gone already
+            with logged("a client was gone before its connection was closed"):
                 await asyncio.wait_for(socket.close(TOO_SLOW), 1.0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,8 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hetexp.core.files import read_json
 from hetexp.core.lines import last_rows
-from hetexp.core.summary import modelled
+from hetexp.core.plan import Plan
+from hetexp.core.summary import modelled, summary_problem
 from hetexp.monitor.history import Series
 from hetexp.monitor.sample import host_name
 from hetexp.monitor.store import ACTIVE
@@ -119,7 +120,7 @@ def metrics(row: Row, since_step: int, limit: int) -> list[Row]:
         return []
     rows = []
     for line in map(modelled, last_rows(Path(row["run_dir"]) / METRICS, _MOST_BYTES)):
-        if "step" not in line or line["step"] <= since_step:
+        if not isinstance(line.get("step"), int) or line["step"] <= since_step:
             continue
         shown = {
             name.rpartition("/")[2] if name.startswith("train/") else name: line.get(name) for name in _SHOWN
@@ -162,8 +163,10 @@ def _read(path: Path) -> Row:
 @lru_cache(maxsize=512)
 def _read_once(path: Path, mtime_ns: int, size: int) -> Row:
     with suppress(OSError, ValueError):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
+        if path.name == "plan.json":
+            return Plan.read_checked(path).to_dict()
+        summary: Row = read_json(path)
+        return {} if summary_problem(summary) else summary
     return {}
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hetexp.core.errors import PeerLostError
+from hetexp.core.errors import PeerLostError, logged
 from hetexp.torch_private import abort_groups, forget_default_group, formed_groups
 
 PARK_SECONDS = 0.5
@@ -177,7 +177,7 @@ class Revocation:
 def forget_aborted() -> None:
     """Clear torch's records of groups that are aborted, or could not be, so that others can form."""
     if dist.is_initialized():
-        with suppress(Exception):  # an abort may have failed already
+        with logged("a group was not aborted"):  # an abort may have failed already
             abort_groups()
     if dist.is_initialized():
         forget_default_group()

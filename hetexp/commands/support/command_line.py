@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 
     from hetexp.checkpoint.choose import Chosen
 
+log = logging.getLogger(__name__)
 _PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -45,10 +49,12 @@ def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
         parser.add_argument(name, **_SHARED[name])
 
 
-def _package(text: str) -> str:
-    if not _PACKAGE.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"must be the name of a package, but is {text!r} instead")
-    return text
+def _packages(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if not _PACKAGE.fullmatch(name):
+            raise argparse.ArgumentTypeError(f"must be the name of a package, but is {name!r} instead")
+    return names
 
 
 _SHARED: dict[str, dict[str, Any]] = {
@@ -56,13 +62,17 @@ _SHARED: dict[str, dict[str, Any]] = {
     "overrides": {"nargs": "*", "help": "group=option and key=value, as for hetexp train"},
     "--config-dir": {"metavar": "FOLDER", "help": "a folder of options of your own"},
     "--json": {"action": "store_true", "help": "print JSON; unknown values are null"},
+    "--trust-owner": {
+        "metavar": "USER",
+        "help": "write into a folder that this other user owns",
+    },
     "--trust": {
-        "action": "append",
+        "action": "extend",
         "default": [],
-        "type": _package,
-        "metavar": "PACKAGE",
-        "help": "run this package's code if the folder's configuration names it; else only classes of hetexp "
-        "are built. May be given several times",
+        "type": _packages,
+        "metavar": "PACKAGE[,PACKAGE]",
+        "help": "run these packages' code if the folder's configuration names it; else only classes of "
+        "hetexp are built. May be given several times",
     },
 }
 
@@ -108,12 +118,7 @@ def exit_code(
     try:
         if drives_torch:
             check_own_interpreter()
-        if trust is None:
-            return run()
-        from hetexp.core.instantiate import only_trusted
-
-        sys.path.append(str(Path.cwd()))  # the user's own classes, as for `hetexp train`
-        with only_trusted(trust):
+        with nullcontext() if trust is None else reading(trust):
             return run()
     except HetexpError as error:
         print(error, file=sys.stderr)
@@ -122,6 +127,36 @@ def exit_code(
         return 2 if isinstance(error, ConfigError) else failure
     except KeyboardInterrupt:
         return 130
+
+
+@contextmanager
+def reading(trust: Sequence[str]) -> Iterator[None]:
+    """Read a folder in the block that a stranger may have written.
+
+    Args:
+        trust: packages whose classes may be built, beside hetexp's own. Without any, no module of the current
+            folder is imported, either: it may be the stranger's.
+
+    Raises:
+        ConfigError: any error of another class than hetexp's, in one sentence with its place.
+    """
+    from hetexp.core.errors import ConfigError, HetexpError, plain_line
+    from hetexp.core.instantiate import only_trusted
+
+    if trust:
+        sys.path.append(str(Path.cwd()))  # the user's own classes, as for `hetexp train`
+    try:
+        with only_trusted(trust):
+            yield
+    except HetexpError:
+        raise
+    except Exception as error:
+        log.debug("a folder was not read", exc_info=True)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__}: {plain_line(error)}; {Path(place.filename).name}, line {place.lineno}"
+        raise ConfigError(
+            f"The folder must hold the files of a run as hetexp writes them, but cannot be read ({why})."
+        ) from error
 
 
 def stored_checkpoint(run: str, contents: bool = True) -> Chosen:

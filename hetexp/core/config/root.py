@@ -154,5 +154,8 @@ class Config(Section):
     resume: str | None = None
     """Checkpoint to start from: `auto`, `last`, `best`, `step:100`, or a folder. The first four belong to a
     run of the same job. The folder is a checkpoint's or a run's (`RUN`, `RUN/best`, `RUN/step:100`)."""
+    trust_owner: str | None = None
+    """Another user whose folders `resume` takes; `null`: only your own, and those of the system's
+    administrator."""
     name: str | None = None
     """Name of the run; `null`: the typed overrides."""

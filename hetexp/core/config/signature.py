@@ -17,6 +17,8 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
 
+from hetexp.core.errors import logged
+
 _ANNOTATE = ("typing", "collections.abc", "pydantic", "annotated_types")
 """Modules whose names an annotation may use to be read from source."""
 _MOST_ALIASES = 3
@@ -184,10 +186,9 @@ def _evaluated(annotation: ast.expr | None, names: dict[str, Any]) -> Any:
     used = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
     if not used <= names.keys():
         return None
-    try:
+    with logged("an annotation is left to the import"):
         return eval(compile(ast.Expression(annotation), "annotation", "eval"), {"__builtins__": {}}, names)
-    except Exception:  # the import will judge
-        return None
+    return None
 
 
 def _takes_any(located: Callable[..., Any]) -> bool:
@@ -214,7 +215,6 @@ def _takes_any(located: Callable[..., Any]) -> bool:
 
 def _hints(located: Callable[..., Any]) -> dict[str, Any]:
     function = located.__init__ if inspect.isclass(located) else located
-    try:
+    with logged(f"the types of {located!r} are not checked"):  # names that only a type checker sees
         return typing.get_type_hints(function, include_extras=True)
-    except Exception:  # a name that only a type checker can see
-        return {}
+    return {}

@@ -14,6 +14,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from hetexp.core.files import parse_json
+
 SWEEP_FILE = "sweep.jsonl"
 SWEEP_NOTE = "sweep.json"
 SWEEPS = Path("outputs/sweeps")
@@ -62,14 +64,17 @@ def read_rows(sweep: Path, size: int | None = None) -> list[SweepRow]:
         size: bytes of the file that are read; by default all.
     """
     path = sweep / SWEEP_FILE
-    if not path.exists():
+    if not path.is_file():
         return []
     by_folder: dict[str, SweepRow] = {}
     unfinished_folder: dict[tuple[str, ...], str] = {}
     for line in path.read_bytes()[:size].splitlines():
         try:
-            raw: dict[str, Any] = json.loads(line)
+            raw: dict[str, Any] = parse_json(line)
             row = SweepRow(**raw | {"overrides": tuple(raw["overrides"])})
+            texts = (*row.overrides, row.folder, row.status, row.error or "")
+            if not isinstance(row.job, int) or not all(isinstance(text, str) for text in texts):
+                continue
         except (ValueError, TypeError, KeyError):
             continue
         by_folder.pop(unfinished_folder.pop(row.overrides, ""), None)

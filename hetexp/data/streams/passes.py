@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import logging
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetexp.core.errors import logged
 from hetexp.data.streams.random_numbers import (
     keeping_random_states,
     random_states,
@@ -107,11 +109,10 @@ class Pass:
         """Return the states of the iterable and of the generators; `None` if it has none yet, or at all."""
         if self._iterator is None:
             return None
-        try:
+        with logged("the stream is read from its first sample on resume, as its `state_dict` failed"):
             return copy.deepcopy(self._source.state_dict()), self._states  # type: ignore[attr-defined]
-        except Exception:  # the user's own class: only a run that resumes needs it
-            self.may_mark = False
-            return None
+        self.may_mark = False
+        return None
 
     def _begun(self) -> Iterator[Any]:
         if self._mark is not None:
@@ -145,10 +146,11 @@ def resumed(source: Iterable[Any], epoch: int, seed: int, mark: Mark) -> tuple[P
 
     Returns `None` if they are not those of the earlier walk, or the iterable cannot go on.
     """
-    try:
+    samples = None
+    with logged("the stream does not go on from a mark, and is read from its first sample", logging.INFO):
         walk = Pass(source, epoch, seed, mark)
         samples = walk.take(len(mark.digests))
-    except Exception:  # the user's own class: a walk from the first sample shows whether it works at all
+    if samples is None:
         return None
     same = len(samples) == len(mark.digests) and all(map(alike, map(digest, samples), mark.digests))
     return (walk, samples) if same else None

@@ -6,10 +6,12 @@ driver its import raises KeyError.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
+from hetexp.core.errors import logged
 from hetexp.hardware.detection.machine import Machine
 from hetexp.hardware.detection.pci import normalised
 
@@ -94,23 +96,23 @@ class Smi:
         return answer.get(name) if isinstance(answer, Mapping) else None
 
     def _ask(self, function: str, *args: Any) -> Any:
-        with suppress(Exception):  # the library raises anything for a value that a card lacks
+        with logged(f"AMD SMI does not answer {function}"):  # for a value that a card lacks
             return getattr(self._library, function)(self._handle, *args)
         return None
 
 
 def _cards(library: Any) -> dict[str, Smi]:
     cards = {}
-    with suppress(Exception):
+    with logged("AMD SMI lists no cards", logging.WARNING):
         for handle in library.amdsmi_get_processor_handles():
-            with suppress(Exception):  # one that was lost hides no other
+            with logged("AMD SMI gives no address of a card"):  # one that was lost hides no other
                 address = library.amdsmi_get_gpu_device_bdf(handle)
                 cards[normalised(address)] = Smi(library, handle)
     return cards
 
 
 def _succeeds(library: Any, function: str) -> bool:
-    with suppress(Exception):
+    with logged(f"AMD SMI does not answer {function}"):
         getattr(library, function)()
         return True
     return False

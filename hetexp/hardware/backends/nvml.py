@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetexp.core.errors import logged
 from hetexp.hardware.backends.sysfs import host_memory, percent, positive
 from hetexp.hardware.detection.detected import Process, Reading
 from hetexp.hardware.detection.machine import Machine
@@ -117,7 +118,7 @@ def opened(machine: Machine) -> Iterator[Any]:
     try:
         yield library
     finally:
-        with suppress(Exception):
+        with logged("NVML was not closed"):
             library.nvmlShutdown()
 
 
@@ -135,7 +136,7 @@ def code_of(error: Exception) -> int | None:
 
 def driver_version(library: Any) -> str | None:
     """Return the driver's version, `575.64`."""
-    with suppress(Exception):
+    with logged("NVML gives no driver version"):
         return _text(library.nvmlSystemGetDriverVersion())
     return None
 

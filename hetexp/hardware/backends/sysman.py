@@ -8,10 +8,11 @@ affinity masks.
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+import logging
 from functools import cached_property
 from typing import Any
 
+from hetexp.core.errors import logged
 from hetexp.hardware.backends.sysfs import positive
 from hetexp.hardware.detection.machine import Machine
 
@@ -43,7 +44,7 @@ class Card:
         library = self._library
         sizes: list[int | None] = []
         free: list[int | None] = []
-        with suppress(Exception):
+        with logged("Level Zero gives no memory sizes"):
             for module in self._handles(library.zesDeviceEnumMemoryModules, library.zes_mem_handle_t):
                 facts = _filled(library, "zesMemoryGetProperties", module, "mem_properties")
                 state = _filled(library, "zesMemoryGetState", module, "mem_state")
@@ -59,7 +60,7 @@ class Card:
     def temperature(self) -> float | None:
         """Return degrees Celsius of the GPU."""
         library = self._library
-        with suppress(Exception):
+        with logged("Level Zero gives no temperature"):
             for sensor in self._handles(library.zesDeviceEnumTemperatureSensors, library.zes_temp_handle_t):
                 facts = _filled(library, "zesTemperatureGetProperties", sensor, "temp_properties")
                 degrees = ctypes.c_double(0.0)
@@ -73,7 +74,7 @@ class Card:
         """Return the time in which any engine worked and the time of the counter, in microseconds."""
         if self._whole_engine is None:
             return None
-        with suppress(Exception):
+        with logged("Level Zero gives no activity"):
             stats = self._library.zes_engine_stats_t()
             if self._library.zesEngineGetActivity(self._whole_engine, ctypes.byref(stats)) == _OK:
                 return float(stats.activeTime), float(stats.timestamp)
@@ -83,7 +84,7 @@ class Card:
     def _whole_engine(self) -> Any | None:
         """Handle that counts all engines of the card; `None`: none, or several tiles have one each."""
         library, engines = self._library, []
-        with suppress(Exception):
+        with logged("Level Zero gives no engines"):
             for engine in self._handles(library.zesDeviceEnumEngineGroups, library.zes_engine_handle_t):
                 facts = _filled(library, "zesEngineGetProperties", engine, "engine_properties")
                 if facts is not None and facts.type == _ALL_ENGINES:
@@ -98,7 +99,8 @@ def cards(machine: Machine) -> dict[str, Card]:
     """Return Intel's cards by address; none if the library is absent or its driver does not answer."""
     library = machine.library("pyzes")
     by_address: dict[str, Card] = {}
-    with suppress(Exception):  # whatever a binding makes of a driver that is not as it expects
+    # Whatever a binding makes of a driver that is not as it expects.
+    with logged("Level Zero lists no cards", logging.WARNING):
         if library is None or library.zesInit(0) != _OK:
             return {}
         for driver in _listed(library.zesDriverGet, (), library.zes_driver_handle_t):
@@ -135,7 +137,7 @@ def _filled(library: Any, function: str, handle: Any, kind: str) -> Any | None:
     Args:
         kind: `pci_properties` for `zes_pci_properties_t`.
     """
-    with suppress(Exception):
+    with logged(f"Level Zero does not answer {function}"):
         facts = getattr(library, f"zes_{kind}_t")()
         facts.stype = getattr(library, f"ZES_STRUCTURE_TYPE_{kind.upper()}")
         if getattr(library, function)(handle, ctypes.byref(facts)) == _OK:

@@ -6,6 +6,7 @@ Detection reads a machine through one object only. So a test can give it recorde
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 
 from hetexp.hardware.detection.builds import Question
 from hetexp.hardware.detection.detected import Seen
+
+log = logging.getLogger(__name__)
 
 COMMAND_SECONDS = 0.6
 """Longest wait for a vendor's command: a hanging driver must not delay the list of the other cards."""
@@ -66,5 +69,7 @@ class Machine:
         """
         try:
             return self.load(name)
-        except Exception:
+        except Exception as error:
+            level = logging.DEBUG if isinstance(error, ImportError) else logging.INFO
+            log.log(level, "%s is not used: %r", name, error)
             return None

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hetexp.core.errors import logged
 from hetexp.core.plan import Plan
 from hetexp.hardware.backend import VISIBILITY
 from hetexp.hardware.backends.sysfs import host_memory
@@ -174,7 +175,7 @@ def _import_all(plan: Plan) -> None:
     """Import all that a rank of a plan uses, as far as that is possible."""
     sys.path += [path for path in plan.import_paths if path not in sys.path]
     for name in ("hetexp.launch.processes.preload", *_modules_of(plan.config)):
-        with contextlib.suppress(Exception):  # the rank itself reports it
+        with logged(f"{name} is left to the rank to import"):
             importlib.import_module(name)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hetexp.core.config import own_arguments
 from hetexp.core.device import GIB, DeviceSpec
+from hetexp.core.errors import logged
 from hetexp.core.instantiate import instantiate, untrusted
 from hetexp.core.plan import Plan
 from hetexp.core.stage import Stage
@@ -205,8 +206,12 @@ def picture_of(plan: Plan, remarks: Sequence[str] = ()) -> Picture:
 
 
 def strategy_problems(plan: Plan) -> list[str]:
-    """Return why the strategy may not be built here; the picture then lacks what only its class knows."""
-    return untrusted({"strategy": own_arguments("strategy", plan.config.get("strategy"))})
+    """Return why the strategy is not built here; the picture then lacks what only its class knows."""
+    if problems := untrusted({"strategy": own_arguments("strategy", plan.config.get("strategy"))}):
+        return problems
+    if "strategy" not in plan.config or _strategy(plan) is not None:
+        return []
+    return ["The drawing lacks what only the strategy's class knows, which cannot be built here."]
 
 
 def shortened(text: str, longest: int) -> str:
@@ -234,10 +239,10 @@ def _end_of(path: str) -> str:
 
 def _strategy(plan: Plan) -> Any:
     """Return the strategy, `None` if this machine lacks its class: a plan may come from elsewhere."""
-    try:
-        return instantiate(own_arguments("strategy", plan.config["strategy"]))
-    except Exception:  # the user's own code
-        return None
+    with logged("the strategy's class cannot be built"):
+        built = instantiate(own_arguments("strategy", plan.config["strategy"]))
+        return built if hasattr(built, "describe_pipeline") else None
+    return None
 
 
 def _device(plan: Plan, place: int) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hetexp.training.engine import Engine
+
+log = logging.getLogger(__name__)
 
 
 class Staged(Strategy):
@@ -159,7 +162,8 @@ class Staged(Strategy):
             layers = layer_names(config)
         except ConfigError as error:
             return error.problems
-        except Exception:  # a user's own code
+        except Exception as error:  # a user's own code, which the ranks run again
+            log.info("the model's layers are checked by the ranks only: %r", error)
             return []
         return self.check_layers(layers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hetexp.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 class LabelError(ConfigError):
@@ -114,8 +117,8 @@ def placed(
                 run(sample)
         except (LabelError, TokenError) as found:
             return found.of(sample)
-        except Exception:  # the model's code refuses a single sample
-            continue
+        except Exception as refused:  # the model's code refuses a single sample
+            log.debug("a sample alone was not checked: %r", refused)
     return error
 
 

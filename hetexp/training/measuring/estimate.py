@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from hetexp.core.config import Config
 from hetexp.core.device import DeviceSpec
-from hetexp.core.errors import ConfigError, must_be
+from hetexp.core.errors import ConfigError, logged, must_be
 from hetexp.data.base import build_data, indexed, same_shape
 from hetexp.data.loader import cut
 from hetexp.data.sampler import GlobalSampler
@@ -319,12 +319,11 @@ def build_on_meta(
     Args:
         inputs: of a small batch, for the first call of a model with lazy layers; `None`: they stay lazy.
     """
-    try:
-        with torch.device("meta"):
-            return _build(node, facts, activation_checkpointing, inputs)
-    except Exception:  # its constructor reads values; if it is simply wrong, it raises again
-        with torch.random.fork_rng(devices=[]):
-            return _build(node, facts, activation_checkpointing, inputs)
+    # Its constructor may read values; if it is simply wrong, it raises again.
+    with logged("the model is built with values for the estimate"), torch.device("meta"):
+        return _build(node, facts, activation_checkpointing, inputs)
+    with torch.random.fork_rng(devices=[]):
+        return _build(node, facts, activation_checkpointing, inputs)
 
 
 def _build(node: Any, facts: Any, activation_checkpointing: bool, inputs: Any) -> nn.Module:

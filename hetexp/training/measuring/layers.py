@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hetexp.core.call import call_model
 from hetexp.core.config import Config
-from hetexp.core.errors import ConfigError
+from hetexp.core.errors import ConfigError, logged
 from hetexp.core.stage import Layer
 from hetexp.hardware.memory.estimate import on_meta
 from hetexp.hardware.memory.functions import CardFunctions
@@ -21,6 +22,8 @@ from hetexp.model.layered import Pieces, call_layer, pieces_of
 from hetexp.optimizer.build import build_optimizer
 from hetexp.torch_private import storage_key, tree_leaves, tree_map_only
 from hetexp.training.measuring.estimate import RunMemory
+
+log = logging.getLogger(__name__)
 
 SIZES = (2, 3)
 """Samples of two passes, whose difference is that of one sample; batch norms refuse a single sample."""
@@ -63,7 +66,7 @@ def describe_layers(
     with on_meta(built.model) as model:
         states = _states(config, model)
         if not emulated or built.large:
-            with contextlib.suppress(Exception):  # the user's own model runs any code, and may need values
+            with logged("the model's layers are measured with values, as they need them"):
                 passes = _passes(model, built, precision)
     if passes is None:
         model = built.model_with_values().train()
@@ -204,7 +207,8 @@ def _states(config: Config, model: nn.Module) -> dict[str, int]:
         for group in optimizer.param_groups:
             group.update({key: False for key in ("fused", "foreach") if group.get(key)})
         optimizer.step()
-    except Exception:  # the user's own optimizer may read values, or want a closure
+    except Exception as error:  # the user's own optimizer may read values, or want a closure
+        log.info("the optimizer's state is taken for two values a parameter: %r", error)
         trained = {name: 2 * _bytes([p]) for name, p in model.named_parameters() if p.requires_grad}
         return {name: trained.get(name, 0) for name, _ in model.named_parameters()}
     finally:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hetexp.core.call import call_model
-from hetexp.core.errors import ConfigError, HetexpError, must_be
+from hetexp.core.errors import ConfigError, HetexpError, logged, must_be
 from hetexp.core.plan import Plan
 from hetexp.data.base import indexed, same_shape
 from hetexp.data.collate import Pad
@@ -289,10 +289,9 @@ def _twin(model: nn.Module) -> nn.Module:
     A model that cannot be copied is returned itself.
     """
     shared = [*model.parameters(), *model.buffers()]
-    try:
+    with logged("the model itself is tried, as it cannot be copied"):  # locks, files, tensors of a graph
         return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    except Exception:  # the user's own attributes: locks, files, tensors of a graph
-        return model
+    return model
 
 
 def _no_targets(sample: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ that counts its passes counts these, too.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from hetexp.core.call import call_model
+from hetexp.core.errors import logged
 from hetexp.data.loader import LocalBatch
 from hetexp.training.nonfinite.loss_scale import all_finite
 from hetexp.training.nonfinite.samples import ALONE, MOST_NAMED, NOT_FOUND, TOGETHER, WIDTH, NonFiniteSamples
@@ -150,11 +152,10 @@ def search(
         of_loss: whether the loss is not finite; otherwise gradients are checked.
     """
     is_finite = _FiniteCheck(state, None if of_loss else factor)
-    try:
-        with for_single_samples(state):
-            return _narrow(suspects, is_finite, of_loss)
-    except Exception:  # memory ran out, or the model refuses a single sample: no samples are named
-        return NonFiniteSamples()
+    # Memory may run out, or the model refuse a single sample.
+    with logged("no samples are named for the NaN or infinity", logging.WARNING), for_single_samples(state):
+        return _narrow(suspects, is_finite, of_loss)
+    return NonFiniteSamples()
 
 
 def _narrow(

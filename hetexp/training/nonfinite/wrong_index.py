@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from hetexp.training.nonfinite.samples import MOST_NAMED
 from hetexp.training.nonfinite.search import for_single_samples
 from hetexp.training.recovery.oom_recovery import part_of
 from hetexp.training.state import TrainState
+
+log = logging.getLogger(__name__)
 
 ASSERTION = "device-side assert"
 """Part of the error of CUDA and HIP after a kernel has failed an assertion."""
@@ -53,7 +56,8 @@ def _wrong_index(state: TrainState, batch: LocalBatch) -> LabelError | TokenErro
             except (LabelError, TokenError) as error:
                 parts = {place: (microbatch, n, n + 1) for n, place in enumerate(places)}
                 return placed(error, places, lambda place: _run(state, part_of(*parts[place])))  # noqa: B023
-            except Exception:  # the error of the step, whatever it is
+            except Exception as error:  # that of the step, whatever it is: it is raised
+                log.debug("no wrong index was looked for: %r", error)
                 return None
     return None
 

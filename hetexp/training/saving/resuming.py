@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from hetexp.core.config import group_entries, optimizer_keys, own_arguments
-from hetexp.core.errors import CheckpointError
+from hetexp.core.errors import CheckpointError, logged
 from hetexp.data.base import stream_of
 from hetexp.data.sampler import Position
 from hetexp.optimizer.build import build_optimizer, follow_schedule, schedule_of
@@ -194,7 +193,7 @@ def _lacking_state(state: TrainState) -> list[str]:
     smallest = min(kept, key=torch.Tensor.numel)
     twin = nn.Parameter(torch.zeros_like(smallest))
     twin.grad = torch.zeros_like(smallest)
-    with contextlib.suppress(Exception):  # an optimizer that needs more than a gradient cannot be checked
+    with logged("resume: what the optimizer needs is not checked, as its step takes more than a gradient"):
         section = own_arguments("optimizer", state.plan.config["optimizer"])  # its groups have other names
         fresh = build_optimizer(section, nn.ParameterList([twin]))
         fresh.step()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hetexp.core.errors import RunFailedError
-from hetexp.core.files import ending_when_full, fsync_dir, naming, write_json, write_text
+from hetexp.core.files import ending_when_full, fsync_dir, naming, read_json, write_json, write_text
 
 
 def test_json_is_readable_and_the_only_file(tmp_path: Path) -> None:
@@ -113,3 +113,27 @@ def test_text_is_synced_before_it_takes_the_name(tmp_path: Path, monkeypatch: py
 
 def test_a_folder_that_cannot_be_opened_is_passed_over(tmp_path: Path) -> None:
     fsync_dir(tmp_path / "missing")
+
+
+def test_a_planted_link_of_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    """Who may write the folder knows the name, and could have any file of this user overwritten."""
+    mine, folder = tmp_path / "mine", tmp_path / "theirs"
+    mine.write_text("kept")
+    folder.mkdir()
+    (folder / f".report.html.{os.getpid()}.tmp").symlink_to(mine)
+    write_text(folder / "report.html", "page")
+    assert (folder / "report.html").read_text() == "page"
+    assert not (folder / "report.html").is_symlink()
+    assert mine.read_text() == "kept"
+
+
+def test_what_is_no_plain_json_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
+    for name in ("pipe", "endless", "deep", "bytes"):
+        with pytest.raises(ValueError, match="no plain file|too deeply|invalid start byte"):
+            read_json(tmp_path / name)
+    (tmp_path / "large").write_text("[1" + "0" * 400 + ", 12345678901234567890]")
+    assert read_json(tmp_path / "large") == [float("inf"), 12345678901234567890]

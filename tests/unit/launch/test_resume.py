@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,52 @@ def test_scripts_are_told_apart(tmp_path: Path) -> None:
     script = {"script": Path("/a/train.py"), "script_arguments": ("--epochs", "3")}
     of_a_script = asked(job(tmp_path, "auto"), **script)
     assert find(of_a_script).path is None
+
+
+@pytest.fixture
+def give(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
+    """Make a folder another user's; returns the user's number."""
+
+    def given(folder: Path) -> str:
+        if os.geteuid():  # who may give nothing away becomes the other user
+            monkeypatch.setattr(os, "geteuid", lambda: 54321)
+            return str(os.getuid())
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, 54321, -1)
+        return "54321"
+
+    return given
+
+
+def test_a_run_of_another_user_is_taken_if_this_user_is_trusted(
+    tmp_path: Path, give: Callable[[Path], str]
+) -> None:
+    """Who owns a folder may change its files, or replace them by links, while a run reads and writes them."""
+    theirs = ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (3, 4), 20.0)
+    user = give(theirs)
+    spec = job(tmp_path, str(theirs))
+    with pytest.raises(ConfigError, match=r"`resume` must be a folder of your own, .* add trust_owner="):
+        find(spec)
+    with pytest.raises(ConfigError, match="must be a folder of your own"):
+        find(job(tmp_path, f"{theirs}/step:3"))
+    assert find(spec.with_values(trust_owner=user)).path == theirs / "checkpoints" / "step_00000004"
+    with pytest.raises(ConfigError, match="must be a folder of your own"):
+        find(spec.with_values(trust_owner="54322"))
+
+
+def test_auto_passes_over_the_runs_of_another_user(tmp_path: Path, give: Callable[[Path], str]) -> None:
+    theirs = ran(tmp_path, "outputs/2026-02-01/12-00-00-b", (3, 4), 20.0)
+    user = give(theirs)
+    found = find(job(tmp_path, "auto"))
+    assert found.path is None
+    assert "was passed over: `resume` must be a folder of your own" in found.sentences[0]
+    assert find(job(tmp_path, "auto").with_values(trust_owner=user)).path is not None
+
+
+def test_a_run_folder_of_another_user_does_not_go_on_in_its_place(
+    tmp_path: Path, give: Callable[[Path], str]
+) -> None:
+    theirs = ran(tmp_path, NEW, (3, 4), 20.0)
+    give(theirs)
+    with pytest.raises(ConfigError, match="must be a folder of your own"):
+        find(job(tmp_path, "auto"))

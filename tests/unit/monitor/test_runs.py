@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,7 @@ def test_a_change_of_membership_changes_the_devices(watch: RunWatch, tmp_path: P
     watch.look()
     (tmp_path / "plans").mkdir()
     for number in (9, 10):
-        only = replace(whole, devices=(SLOW,), name=f"epoch {number}")
+        only = whole.of_ranks([1], name=f"epoch {number}", shares=(1.0,), local_batch_sizes=(4,))
         only.write(tmp_path / "plans" / f"epoch_{number}.json")
     watch.look()
     assert watch.devices == [(SLOW, 0)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -201,6 +204,114 @@ def test_a_trusted_package_is_built(
         )
     if command == "report":
         assert "--trust strangers_code" in (tmp_path / "run_report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(
+            "hetexp.core.files.write_text",
+            "hetexp.core.instantiate.instantiate",
+            "hetexp.launch.sweep.run.Start",
+        ),
+        *("hetexp.data.samples.build_function", "hetexp.data.streams.stream.Generated", "torch.nn.Linear"),
+        *("hetexp.model.hf_causal_lm.HFCausalLM", "hetexp.data.sft_jsonl.SftJsonl", "torch.optim.Adam"),
+        *("hetexp.strategy.hierarchical_sgd.host_group.HostGroup", "pathlib.Path.touch", "joblib.load"),
+        *("hydra.utils.instantiate", "numpy.load", "torch.hub.load", "builtins.exec"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "merge", "harvest"])
+def test_names_of_hetexp_are_no_way_around(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, marker: Path, command: str, target: str
+) -> None:
+    """Only the classes that a reading command needs are built, not all that hetexp has."""
+    bad = planted(marker, target) | {"path": str(marker), "make": planted(marker), "node": planted(marker)}
+    within = {
+        "strategy": STRATEGY | {"bucket_cap_mb": bad},
+        "model": MODEL | {"hidden_sizes": [bad]},
+        "data": DATA | {"num_samples": {"deep": [bad]}},
+    }
+    for number, sections in enumerate(({"strategy": bad, "model": bad, "data": bad}, within)):
+        run = stored(tmp_path / str(number), **sections)
+        told = screen_of(capsys, 2 if command == "harvest" else 0, *words_of(command, run))
+        assert "must be a class of hetexp or of a package that you trust" in told
+        assert not marker.exists()
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_the_current_folder_may_be_the_strangers(tmp_path: Path, marker: Path, command: str) -> None:
+    """A library that is not installed is looked for, but not in the run folder."""
+    run = stored(tmp_path / "run")
+    library = "graphviz_of_a_stranger"
+    (run / f"{library}.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\n")
+    (run / "sitecustomize.py").write_text(f"import {library}")
+    code = (
+        "import sys; sys.path[:] = filter(None, sys.path); from hetexp.cli import main\n"
+        f"code = main(sys.argv[1:])\ntry: import {library}\nexcept ImportError: pass\nsys.exit(code)"
+    )
+    words = [command, *words_of(command, run)[1:]]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not marker.exists()
+
+
+def test_a_class_of_the_schedule_is_not_built(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, marker: Path
+) -> None:
+    """A merge takes no step."""
+    run = stored(tmp_path / "run")
+    for state in (run / "checkpoints").glob("*/state.json"):
+        content = json.loads(state.read_text())
+        content["extra"]["config"]["trainer"]["schedule"] = planted(marker)
+        rewrite(state, json.dumps(content))
+    told = screen_of(capsys, 0, *words_of("merge", run))
+    assert "Nothing is evaluated" not in told
+    assert not marker.exists()
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Replace a file of a checkpoint, as a stranger would: its manifest fits."""
+    path.write_text(text)
+    manifest = path.with_name("manifest.json")
+    content = json.loads(manifest.read_text())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    content["files"][path.name] = {"bytes": len(text.encode()), "sha256": digest}
+    manifest.write_text(json.dumps(content))
+
+
+def test_nothing_is_written_into_another_users_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could make a link of any path in it, and the merge or the export would follow it."""
+    run, out = stored(tmp_path / "run"), tmp_path / "out"
+    out.mkdir()
+    user = "54321"
+    if os.geteuid():
+        user = str(os.getuid())
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    else:
+        for folder in (out, run):
+            os.chown(folder, 54321, -1)
+    refusal = "`--output` must be a folder of your own"
+    export = ["export", str(run), "--output", str(out)]
+    merge = ["merge", str(run), str(run / "checkpoints")]
+    for words in (export, merge):
+        told = screen_of(capsys, 2, *words)
+        assert refusal in told
+        assert "add --trust-owner" in told
+        assert screen_of(capsys, 0, *words, "--trust-owner", user)
+
+
+def test_packages_may_be_named_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, marker: Path
+) -> None:
+    run = stored(tmp_path / "run", strategy={"_target_": "strangers_code.Strategy", "sync_every": 7})
+    words = [*words_of("diagram", run), "--trust", "json,strangers_code"]
+    assert "you trust" not in screen_of(capsys, 0, *words)
+    assert "every 7 steps" in (tmp_path / "run_diagram" / "plan.mmd").read_text()
+    with pytest.raises(SystemExit):
+        main([*words_of("diagram", run), "--trust", "json,"])
+    assert "must be the name of a package, but is ''" in capsys.readouterr().err
 
 
 def test_a_loss_is_no_way_around(capsys: pytest.CaptureFixture[str], tmp_path: Path, marker: Path) -> None:
