@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,8 @@ class Failed:
     """What a failed run left behind."""
 
     def __init__(self, train: Train, folder: Path, *overrides: str) -> None:
-        started = time.monotonic()
         with pytest.raises(RunFailedError) as caught:
             train(*COMMON, *overrides, folder=folder)
-        self.seconds = time.monotonic() - started
         self.error = caught.value
         self.screen: str = self.error.screen  # type: ignore[attr-defined]
         self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -130,7 +127,6 @@ def test_a_rank_that_hangs_before_training(train: Train, tmp_path: Path) -> None
     assert "rank 1 was here" in failed.screen
     assert failed.by_device.keys() == {"cpu:1"}
     assert failed.by_device["cpu:1"]["kind"] == "StartTimeout"
-    assert limit <= failed.seconds < limit + 10
     assert not failed.trained
 
 
@@ -140,7 +136,6 @@ def test_a_rank_that_stands_still_before_training(train: Train, tmp_path: Path) 
     assert "rank 1, cpu:1 (" in str(failed.error)
     assert "was stopped before training, for 1 s (fault.heartbeat_seconds)." in str(failed.error)
     assert failed.by_device["cpu:1"]["kind"] == "Frozen"
-    assert failed.seconds < 60
     assert not failed.trained
 
 
@@ -168,7 +163,6 @@ def test_a_rank_that_never_connects(train: Train, tmp_path: Path, monkeypatch: p
     )
     assert "rank 1, cpu:1 (" in str(failed.error)
     assert failed.by_device.keys() == {"cpu:1"}
-    assert limit <= failed.seconds < limit + 10
 
 
 def test_models_of_different_size(train: Train, tmp_path: Path) -> None:
@@ -197,7 +191,6 @@ def test_a_rank_that_stands_still(train: Train, tmp_path: Path) -> None:
     assert "rank 1, cpu:1 (" in str(failed.error)
     assert "Followed by: rank 0 (lost a peer)." in failed.screen
     assert failed.by_device["cpu:1"]["kind"] == "NotResponding"
-    assert limit <= failed.seconds < limit + 20
 
 
 SLOW = (
@@ -222,7 +215,6 @@ def test_a_rank_that_stands_still_in_an_evaluation(train: Train, tmp_path: Path)
     failed = Failed(train, tmp_path / "run", *SLOW, "+data.seconds=0.01", "+data.stop_at=40")
     assert "rank 1, cpu:1 (" in str(failed.error)
     assert failed.by_device["cpu:1"]["kind"] == "NotResponding"
-    assert failed.seconds < 2 + 20
 
 
 @pytest.mark.parametrize(
@@ -252,3 +244,12 @@ def test_an_error_in_the_last_evaluation_loses_no_training(
         (folder,) = (run.folder / "checkpoints").glob("step_*")
         manifest = json.loads((folder / "manifest.json").read_text())
         assert manifest["evaluation"] == run.summary["final"]["eval"] | {"samples": 64.0}
+
+
+def test_fewer_devices_than_the_user_wants_end_the_run(train: Train, tmp_path: Path) -> None:
+    survives = ("fault.survive=true", "fault.respawn=0", "fault.min_devices=2")
+    death = "fault.events=[{kind: death, device: 'cpu:1', at_step: 3}]"
+    failed = Failed(train, tmp_path / "run", *DATA, *survives, death)
+    assert "1 of its devices are left, and `fault.min_devices` is 2." in " ".join(failed.screen.split())
+    assert failed.by_device["cpu:1"]["kind"] == "SIGKILL"
+    assert failed.by_device["cpu:1"]["recovered_s"] is None

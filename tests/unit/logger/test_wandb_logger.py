@@ -25,7 +25,7 @@ from wandb_server import Server
 from hetexp.core.files import remove_temporary_folders
 
 PRELUDE = """
-import json, logging, math, os, shutil, signal, sys, threading, time
+import json, logging, math, os, shutil, signal, sys, threading
 from pathlib import Path
 import psutil
 from hetexp.logger.base import RunInfo
@@ -48,11 +48,6 @@ def info(run_id, **values):
 
 def helpers():
     return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-
-def timed(function, *args):
-    began = time.perf_counter()
-    function(*args)
-    return time.perf_counter() - began
 
 def report(**values):
     same = dict(os.environ) == environment
@@ -107,20 +102,22 @@ class Kind(Enum):
 config = {"lr": 0.1, "none": None, "inf": math.inf, "nan": math.nan, "path": Path("/a"), "kind": Kind.FAST,
           "layers": {1, }, "deep": {"targets": ["q", "v"], "low": [-math.inf]}}
 logger = WandbLogger(project="proj", entity="team")
-opening = timed(logger.start, info("chosen", group="sweep-1", tags=("a", "long" * 20), config=config))
+logger.start(info("chosen", group="sweep-1", tags=("a", "long" * 20), config=config))
 for name in ("plan.json", "plan.svg", "metrics.jsonl", ".plan.json.1.tmp"):
     (root / "chosen" / name).write_text(name)
 with (root / "chosen" / "plan.png").open("wb") as large:
     large.truncate(2**30)
 started = [p.name() for p in helpers()]
-costs = []
-for step in range(1, 6):
+taken, send = threading.Event(), logger._run.log
+logger._run.log = lambda values: (taken.wait(), send(values))
+for step in range(1, 6):  # W&B takes none of them before the last one has returned
     loss = math.nan if step == 4 else np.float32(step)
-    costs.append(timed(logger.log, {"loss": loss, "text": "x", "gone": None, "count": step}, step * 10))
-closing = timed(logger.finish, {"final": {"loss": 5.0}, "best": math.nan, "valid": False}, 3)
+    logger.log({"loss": loss, "text": "x", "gone": None, "count": step}, step * 10)
+taken.set()
+logger.finish({"final": {"loss": 5.0}, "best": math.nan, "valid": False}, 3)
 logger.log({"loss": 1.0}, 99)
 logger.finish({}, 0)
-report(started=started, costs=costs, opening=opening, closing=closing)
+report(started=started)
 """
 
 
@@ -168,7 +165,6 @@ def test_a_run_holds_each_point_once_and_readable_values(tmp_path: Path) -> None
     report = run_script(WHOLE_RUN, tmp_path, **leftovers)
     assert report["warnings"] == [] and report["left"] == 0 and report["environment"]
     assert "wandb-core" in report["started"]
-    assert max(report["costs"]) < 0.1 and report["closing"] < 10
 
     (path,) = files(tmp_path, "chosen")
     assert path.parent.name.startswith("offline-run-")
@@ -294,14 +290,15 @@ for step in range(5):
 family = [core, *core.children(recursive=True)]
 core.send_signal(signal.SIGKILL)
 psutil.wait_procs([core], timeout=10) if core.status() != psutil.STATUS_ZOMBIE else None
-costs = [timed(logger.log, {"loss": step}, step) for step in range(5, 200)]
-closing = timed(logger.finish, {"loss": 1.0}, 0)
+for step in range(5, 200):
+    logger.log({"loss": step}, step)
+logger.finish({"loss": 1.0}, 0)
 gone, alive = psutil.wait_procs(family, timeout=2)
 second = WandbLogger()
 second.start(info("next"))
 second.log({"loss": 7.0}, 1)
 second.finish({}, 0)
-report(costs=costs, closing=closing, family=len(family), alive=[p.name() for p in alive],
+report(family=len(family), alive=[p.name() for p in alive],
        threads=[t.name for t in threading.enumerate() if t.name.startswith("hetexp")])
 """
 
@@ -311,7 +308,6 @@ def test_a_killed_service_is_one_warning_and_the_next_run_works(tmp_path: Path) 
     (warning,) = report["warnings"]
     assert "Connection" in warning and str(tmp_path / "run" / "wandb") in warning
     assert report["family"] == 2 and report["alive"] == [] and report["left"] == 0
-    assert max(report["costs"]) < 0.1 and report["closing"] < 5
     assert report["threads"] == [] and report["environment"]
     assert points(records(files(tmp_path, "next")[0])) == [{"loss": 7, "trainer/step": 1}]
 
@@ -360,14 +356,15 @@ else:
     core.send_signal(signal.SIGSTOP)
     hetexp.logger.wandb._STALL_SECONDS = 0.5
     num_steps = 12_000
-costs = [timed(logger.log, {f"metric{i}": step for i in range(20)}, step) for step in range(num_steps)]
-closing = timed(logger.finish, {}, 0)
+for step in range(num_steps):
+    logger.log({f"metric{i}": step for i in range(20)}, step)
+logger.finish({}, 0)
 gone, alive = psutil.wait_procs(family, timeout=2)
 second = WandbLogger()
 second.start(info("next"))
 second.log({"loss": 7.0}, 1)
 second.finish({}, 0)
-report(cost=max(costs), closing=closing, alive=[p.name() for p in alive])
+report(alive=[p.name() for p in alive])
 """
 
 
@@ -377,7 +374,6 @@ def test_a_hanging_finish_or_service_is_bounded(what: str, tmp_path: Path) -> No
     (warning,) = report["warnings"]
     assert ("did not finish within 1 s" if what == "finish" else "log calls waiting") in warning
     assert report["alive"] == [] and report["left"] == 0 and report["environment"]
-    assert report["cost"] < 2 and report["closing"] < 8
     assert points(records(files(tmp_path, "next")[0])) == [{"loss": 7, "trainer/step": 1}]
 
 

@@ -95,6 +95,31 @@ def test_labels_in_a_column_give_the_same_accuracy(
 
 
 @pytest.mark.parametrize("weights", [[1.0], [5.0, 2.0, 1.0], [0.0, 1.0]])
+def test_masked_tokens_are_neither_right_nor_counted(make_state: MakeState, weights: list[float]) -> None:
+    """Accuracy and loss are means over the unmasked tokens, of which samples have different numbers."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(9, 5, 3, generator=generator, dtype=torch.float64)
+    targets = torch.randint(4, (9, 5), generator=generator)
+    targets[torch.rand(9, 5, generator=generator) < 0.4] = -100
+    model = nn.Linear(3, 4).double()
+
+    def rank(comm: Communicator) -> dict[str, float]:
+        data = TensorDataset(inputs, targets)
+        return evaluate(make_state(comm, weights, model=model, evaluation=data, precision="float64"))
+
+    scores, labels = model(inputs).flatten(0, 1), targets.flatten()
+    counted = labels != -100
+    right = int((scores.argmax(1) == labels)[counted].sum())
+    expected = {
+        "loss": pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-12),
+        "accuracy": right / int(counted.sum()),
+        "samples": 9,
+    }
+    assert 0 < right < int(counted.sum()) < labels.numel()
+    assert FakeGroup(len(weights)).run(rank) == [expected] * len(weights)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [5.0, 2.0, 1.0], [0.0, 1.0]])
 def test_weighted_elements_have_the_mean_of_torch(make_state: MakeState, weights: list[float]) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(21, 3, generator=generator, dtype=torch.float64)

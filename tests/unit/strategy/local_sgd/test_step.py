@@ -140,6 +140,24 @@ def test_the_outer_step_is_sgd(make_state: MakeState, nesterov: bool) -> None:
             torch.testing.assert_close(parameter.detach(), other.detach(), rtol=1e-13, atol=1e-14)
 
 
+@pytest.mark.parametrize(("steps", "syncs"), [(3, 1), (6, 2), (8, 2)])
+def test_the_last_step_ends_in_a_sync(
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch, steps: int, syncs: int
+) -> None:
+    """Also if the steps are no multiple of `sync_every`: the ranks end with one model."""
+    taken: list[int] = []
+    real = OuterStep.step
+
+    def counted(self: OuterStep, weight: float) -> None:
+        taken.append(self._communicator.rank)
+        real(self, weight)
+
+    monkeypatch.setattr(OuterStep, "step", counted)
+    ranks = run(make_state, [6, 2], lambda: LocalSGD(sync_every=4), with_adam, max_steps=steps)
+    assert sorted(taken) == [0] * syncs + [1] * syncs
+    assert torch.equal(flat(ranks[0][0]), flat(ranks[1][0]))
+
+
 class _Counting(nn.Module):
     """Has every kind of state: trained, frozen, running statistics, counters, flags, a constant infinity."""
 
