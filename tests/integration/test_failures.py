@@ -244,3 +244,12 @@ def test_an_error_in_the_last_evaluation_loses_no_training(
         (folder,) = (run.folder / "checkpoints").glob("step_*")
         manifest = json.loads((folder / "manifest.json").read_text())
         assert manifest["evaluation"] == run.summary["final"]["eval"] | {"samples": 64.0}
+
+
+def test_fewer_devices_than_the_user_wants_end_the_run(train: Train, tmp_path: Path) -> None:
+    survives = ("fault.survive=true", "fault.respawn=0", "fault.min_devices=2")
+    death = "fault.events=[{kind: death, device: 'cpu:1', at_step: 3}]"
+    failed = Failed(train, tmp_path / "run", *DATA, *survives, death)
+    assert "1 of its devices are left, and `fault.min_devices` is 2." in " ".join(failed.screen.split())
+    assert failed.by_device["cpu:1"]["kind"] == "SIGKILL"
+    assert failed.by_device["cpu:1"]["recovered_s"] is None

@@ -20,6 +20,7 @@ from hetexp.checkpoint.folder import (
     save_checkpoint,
     search_checkpoint,
 )
+from hetexp.checkpoint.manifest import complete_checkpoints, write_folder
 from hetexp.core.errors import CheckpointError
 
 
@@ -182,3 +183,12 @@ def test_a_kill_at_any_point_leaves_a_complete_checkpoint(tmp_path: Path) -> Non
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[1]) >= 10
+
+
+def test_a_save_leaves_the_folders_of_saves_under_way(tmp_path: Path) -> None:
+    with write_folder(tmp_path, 1) as first:
+        (first / "one").write_text("1")
+        with write_folder(tmp_path, 2) as second:
+            (second / "two").write_text("2")
+        (first / "last").write_text("3")
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step_00000001", "step_00000002"]

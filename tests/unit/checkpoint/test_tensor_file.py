@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +87,20 @@ def test_copies_keep_their_memory_and_are_of_one_moment() -> None:
     assert second["a"].tolist() == [5.0, 5.0, 5.0]
     tensors["c"] = torch.tensor([7, 8])
     assert memory.take(tensors)[0]["c"].tolist() == [7, 8]
+
+
+def test_a_file_that_takes_a_few_bytes_at_a_time_gets_all_of_them(tmp_path: Path) -> None:
+    """A call of the system may write less than it is given: more than 2 GiB, or on a full disk."""
+
+    class Short(io.FileIO):
+        def write(self, content: Any) -> int:
+            return super().write(memoryview(content)[:5])
+
+    class File(type(tmp_path)):  # type: ignore[misc]
+        def open(self, mode: str = "r", *_: Any, **__: Any) -> Any:
+            return Short(self, mode.replace("b", ""))
+
+    tensors = {"a": torch.arange(20.0)}
+    written = write_tensors(File(tmp_path / "short"), tensors, {})
+    assert torch.equal(load_file(tmp_path / "short")["a"], tensors["a"])
+    assert written.sha256 == hashlib.sha256((tmp_path / "short").read_bytes()).hexdigest()

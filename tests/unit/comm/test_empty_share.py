@@ -32,6 +32,29 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False)).to(dtype)
 
 
+class Fails(nn.Linear):
+    """Raises an error of its own in each pass."""
+
+    error: Exception
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+def test_a_rank_out_of_memory_gives_nan_for_every_parameter() -> None:
+    """So all ranks learn of it by the exchanged gradient; any other error is raised."""
+    net = Fails(3, 2)
+    guard = EmptyShareGuard(net)
+    guard.catches = True
+    net.error = torch.OutOfMemoryError("Out of memory. Tried to allocate 1 GiB")
+    guard(torch.ones(1, 3)).backward()
+    assert guard.shortage == "Out of memory. Tried to allocate 1 GiB"
+    assert all(p.grad is not None and bool(p.grad.isnan().all()) for p in net.parameters())
+    guard.shortage, net.error = None, ValueError("a mistake in the model")
+    with pytest.raises(ValueError, match="a mistake"):
+        guard(torch.ones(1, 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("value", [None, float("inf"), float("-inf"), float("nan")])
 def test_every_parameter_gets_a_gradient_of_zero(dtype: torch.dtype, value: float | None) -> None:

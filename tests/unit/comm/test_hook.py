@@ -120,6 +120,14 @@ def test_feedback_follows_the_parameters_into_other_buckets() -> None:
     assert feedback.lost[two].tolist() == [3, 4, 5]
 
 
+def test_a_sparse_gradient_is_averaged(other: Twice, hooks: list[GradientHook]) -> None:
+    hook = GradientHook(other, "int8", 2)
+    hooks.append(hook)
+    gradient = torch.sparse_coo_tensor(torch.tensor([[1, 4]]), torch.tensor([[2.0, 3.0], [5.0, 7.0]]), (9, 2))
+    mean = averaged(hook, [torch.zeros(9, 2)], gradient)
+    assert torch.equal(mean.to_dense(), gradient.to_dense())  # both ranks have the same
+
+
 def test_what_is_not_finite_spoils_no_later_step(other: Twice, hooks: list[GradientHook]) -> None:
     hook = GradientHook(other, "int8", 2)
     hooks.append(hook)

@@ -100,6 +100,20 @@ def test_a_bucket_comes_back_when_the_links_would_have_brought_it(make: Make) ->
     assert paced.sent_bytes == num_bytes
 
 
+def test_buckets_pass_the_exchange_one_after_another(make: Make) -> None:
+    links = Links((Channel(),) * 2, (Channel(0.05, shared=True),))
+    paced, model = make(Twin(), links=links, bucket_cap_mb=0.001)
+    inputs = torch.randn(3, 40)
+    for _ in range(2):  # DDP puts other buckets together after the first step
+        gradient(model, inputs)
+    paced.start(1.0)
+    paced.begin_step()
+    start = time.perf_counter()
+    gradient(model, inputs)
+    assert len(paced.buckets) > 1
+    assert time.perf_counter() - start >= 0.05 * len(paced.buckets)
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_what_a_wire_loses_comes_in_a_later_step(make: Make, wire: Wire) -> None:
     paced, model = make(Twin(), wire, CODED)

@@ -461,6 +461,14 @@ def test_an_unknown_key_of_a_device_names_the_closest(problems: Callable[..., li
     ]
 
 
+@pytest.mark.parametrize("url", ["postgresql://me:secret@host/db", "postgresql://me@host/db?password=secret"])
+def test_a_database_without_a_password(problems: Callable[..., list[str]], url: str) -> None:
+    """Every run keeps its configuration."""
+    (problem,) = problems(monitor__url=url)
+    assert problem.startswith("`monitor.url` must be without a password")
+    assert problems(monitor__url="postgresql://me@host/db?sslmode=require") == []
+
+
 def test_the_configuration_is_read_only(default: dict[str, Any]) -> None:
     config = read_config(default)
     with pytest.raises(ValueError, match="frozen"):

@@ -206,3 +206,20 @@ def test_jitter_stays_within_its_factor_and_repeats() -> None:
     assert max(factors) - min(factors[2:]) > 0.2
     again = FaultSchedule([event], "emulated:0")
     assert [again.factor(step, 0.0) for step in range(40)] == factors
+
+
+def test_a_fault_before_the_first_step_happened_before_the_resume() -> None:
+    events = [event("stall", at_step=3, seconds=1.0), event("stall", at_step=6, seconds=2.0)]
+    schedule = FaultSchedule(events, HERE)
+    assert schedule.due(5, 0.0) == []
+    assert schedule.due(6, 0.0) == [Due("stall", 2.0)]
+
+
+@pytest.mark.parametrize(("until", "wrong"), [(3, True), (4, True), (5, False)])
+def test_a_slow_down_ends_after_it_has_begun(until: int, wrong: bool) -> None:
+    raw = OmegaConf.to_container(compose_config([]), resolve=True)
+    assert isinstance(raw, dict)
+    raw["fault"]["events"] = [{"kind": "slow", "device": HERE, "at_step": 4, "until_step": until}]
+    problems = check_config(json.loads(json.dumps(raw)))[1]
+    assert bool(problems) == wrong
+    assert all("`fault.events[0].until_step` must be after step 4" in problem for problem in problems)

@@ -387,3 +387,12 @@ def test_a_data_set_that_gives_many_samples_at_once() -> None:
     (batch,) = steps_of(GlobalSampler(8, 8, seed=1), [3.0, 1.0], 0, 1, dataset=dataset, accumulate=2)
     assert dataset.asked == [-3, -3]
     assert sorted(numbers(batch)) == sorted(GlobalSampler(8, 8, seed=1).batch(Position())[0][:6].tolist())
+
+
+@pytest.mark.parametrize(("first_step", "draws"), [(0, True), (3, False)])
+def test_only_the_first_step_of_a_run_draws_the_number_of_torchs_loader(first_step: int, draws: bool) -> None:
+    """A resumed run has drawn it before, and its random numbers are those of the run that went on."""
+    sampler = GlobalSampler(8, 4, seed=0)
+    before = torch.get_rng_state()
+    steps_of(sampler, [1.0], 0, 2, first_step=first_step)
+    assert torch.equal(torch.get_rng_state(), before) != draws

@@ -59,6 +59,16 @@ def drawn(meter: EnergyMeter, do: Callable[[], object] = lambda: None) -> Sequen
 
 
 class TestMeter:
+    def test_a_counter_that_fell_is_of_no_use_even_if_it_rises_again(self) -> None:
+        clock = Clock()
+        device = Counted(100.0, 150.0, 50.0, 400.0)
+        meter = EnergyMeter([device], clock=clock.perf_counter)
+        meter.start()
+        for _ in range(2):
+            clock.now += LONGEST_SECONDS
+            meter.keep_up()
+        assert meter.joules() == [None]
+
     def test_counts_what_is_drawn_while_it_runs(self) -> None:
         device = Counted(100.0, 130.0, 500.0, 507.0)
         meter = EnergyMeter([device])

@@ -53,6 +53,18 @@ def test_no_decay_spares_a_group_with_its_own() -> None:
     ]
 
 
+def test_no_decay_spares_vectors_of_any_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False))
+    model.register_parameter("gain", nn.Parameter(torch.ones(4)))
+    assert grouped({**SGD, "no_decay": True}, model) == [({"0.weight"}, 0.1, 0.5), ({"gain"}, 0.1, 0.0)]
+
+
+def test_the_factor_of_the_batch_multiplies_the_rate_of_every_group() -> None:
+    section = {**SGD, "groups": [{"match": "head.*", "lr": 0.01}]}
+    rates = [group["lr"] for group in build_optimizer(section, Net(), lr_factor=4.0).param_groups]
+    assert rates == pytest.approx([0.4, 0.04])
+
+
 def test_without_keys_there_is_one_group_as_before() -> None:
     for section in (SGD, {**SGD, "groups": None, "no_decay": False}, {**SGD, "groups": []}):
         ((names, _, _),) = grouped(section, Net())

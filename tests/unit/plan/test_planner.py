@@ -261,3 +261,11 @@ def test_gradients_that_a_wire_rounds_are_not_exact(strategy: str, wire: str, ex
     raw = unbuilt_config(**sections, balancing=manual(1, 1, 1))
     plan = make_plan(spec_on(CPU, raw))
     assert plan.exact is exact
+
+
+@pytest.mark.parametrize(("device", "wrong"), [("cpu:1", False), ("cpu:2", True), ("emulated:0", True)])
+def test_a_fault_is_of_a_device_of_the_plan(device: str, wrong: bool) -> None:
+    events = [{"kind": "stall", "device": device, "at_step": 3}]
+    problems = problems_of(Selection(devices=CPU[:2]), fault={"events": events})
+    named = [problem for problem in problems if problem.startswith("`fault.events[0].device` must be one of")]
+    assert bool(named) == wrong

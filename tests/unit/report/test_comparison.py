@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,38 @@ def test_a_resumed_run_has_its_own_clock(runs: Runs) -> None:
     found = compare([run], "resumed")
     assert found.variants[0].total_samples == pytest.approx(STEPS * BATCH)
     assert noted(found, "1 run went on from a checkpoint", "at step 20")
+
+
+def test_only_invalid_runs_have_no_best(runs: Runs) -> None:
+    runs.add(balancing="equal", speed=400, valid=False, invalid_reason="late")
+    runs.add(balancing="auto", speed=300, valid=False, invalid_reason="late")
+    assert runs.compared().best is None
+
+
+@pytest.mark.parametrize("scale", [None, 10.0])
+def test_figures_are_in_the_devices_own_time(runs: Runs, scale: float | None) -> None:
+    """A step of a paced run takes 10 real seconds a modelled one, measured and predicted alike."""
+    runs.add(speed=100, scale=scale, predicted_step_s=0.5 * (scale or 1.0))
+    (only,) = runs.compared().variants
+    assert only.samples_per_second is not None and only.step_seconds is not None
+    assert only.samples_per_second.mean == pytest.approx(100)
+    assert only.step_seconds.mean == pytest.approx(BATCH / 100)
+    assert only.predicted_step_seconds == pytest.approx(0.5)
+
+
+def test_energy_is_of_the_samples_that_drew_it(runs: Runs) -> None:
+    """A resumed run counts all samples in its summary, and the joules of its own steps."""
+    made = runs.add(speed=100, steps=20 + STEPS, samples=BATCH * (20 + STEPS))
+    summary = json.loads((made / "summary.json").read_text())
+    for device, joules in zip(summary["devices"], (300.0, 100.0), strict=True):
+        device |= {"energy_j": joules, "energy_source": "counter"}
+    (made / "summary.json").write_text(json.dumps(summary))
+    (only,) = runs.compared().variants
+    assert only.joules_per_sample is not None
+    assert only.joules_per_sample.mean == pytest.approx(400 / (STEPS * BATCH))
+    summary["devices"][1]["energy_j"] = None  # of one device it is not known
+    (made / "summary.json").write_text(json.dumps(summary))
+    assert runs.compared().variants[0].joules_per_sample is None
 
 
 def test_an_evaluation_between_two_lines_lies_between_them(runs: Runs) -> None:

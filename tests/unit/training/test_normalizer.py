@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -107,3 +108,34 @@ def test_without_a_report_nothing_is_reported() -> None:
     normalizer.start(4)
     assert normalizer.factor() == (0.25, 4)
     assert normalizer.message.all_seconds == []
+
+
+@pytest.mark.parametrize(("per", "expected"), [("global", (10, [7, 2**33 + 3])), ("per_rank", None)])
+def test_each_term_is_divided_by_its_own_count_of_all_ranks(
+    per: Literal["global", "per_rank"], expected: tuple[float, list[float]] | None
+) -> None:
+    terms: list[list[float]] = [[5, 2**33], [2, 3]]
+
+    def rank(comm: Communicator) -> tuple[float, list[float]]:
+        normalizer = LossNormalizer(StepMessage(comm), 2, per)
+        normalizer.start([4, 6][comm.rank], terms[comm.rank])
+        normalizer.factor()
+        count, of_terms = normalizer.term_counts
+        return count, list(of_terms)
+
+    own = [(4, terms[0]), (6, terms[1])]
+    assert FakeGroup(2).run(rank) == ([expected] * 2 if expected is not None else own)
+
+
+def test_the_mean_loss_of_a_window_counts_the_step_that_is_under_way() -> None:
+    """A rank that is lost before the next line takes its sums with it: all know the mean by then."""
+
+    def rank(comm: Communicator) -> float | None:
+        message = StepMessage(comm)
+        message.window = (torch.tensor(8.0), 4.0) if comm.rank == 0 else (2.0, 1.0)
+        message.send([3, 2][comm.rank])
+        message.receive()
+        message.share_loss(torch.tensor([6.0, 4.0][comm.rank]))
+        return message.window_loss
+
+    assert FakeGroup(2).run(rank) == [(8 + 2 + 6 + 4) / (4 + 1 + 3 + 2)] * 2

@@ -56,3 +56,11 @@ def test_alone_there_is_no_exchange_and_samples_are_waited_for() -> None:
     alone = Links(device=(Channel(),), exchange=(Channel(1.0, 1.0),), staged=False)
     exchange = Exchange(((1.0, 10),), data_seconds=0.04, other_seconds=3.0)
     assert joint_seconds([SLOW], (16,), alone, exchange) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("given", "held"), [(None, 40), (50, 40), (30, 30)])
+def test_the_smaller_of_two_limits_holds(given: int | None, held: int) -> None:
+    limited = DeviceCalibration(SpeedCurve(0.01, 0.001, microbatch_size=40, cap=40), 0.5, 0.0, 0.0)
+    assert limited.capped(given).curve.cap == held
+    assert limited.split_microbatches(given).curve.microbatch_size == held
+    assert FAST.capped(given).curve.cap == given

@@ -329,6 +329,39 @@ def test_no_gradient_leaves_before_its_share_of_the_work(clock: Clock) -> None:
     assert pacer.backward_done == 1.0
 
 
+def test_each_gradient_leaves_at_its_share_of_the_work(clock: Clock) -> None:
+    """Not at the end of backward: an exchange overlaps with the rest of the work, as on the card."""
+    model = mlp(8, 16, 4)
+    inputs = torch.randn(SAMPLES, 8)
+    pacer = paced(model, inputs)
+    done: list[float] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _: done.append(pacer.backward_done))
+    pacer.start(1.0)
+    model(inputs).sum().backward()
+    assert len(done) == 4
+    assert done == sorted(done)
+    assert 0.2 < done[1] < 0.8  # the second layer's work is over, and the first one's is not
+    assert done[-1] == pytest.approx(1.0)
+
+
+def test_a_wait_for_other_ranks_inside_a_pass_is_no_work(clock: Clock) -> None:
+    class Waits(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            clock.work(5.0)
+            pacer.put_off(5.0)
+            return super().forward(inputs)
+
+    model, inputs = Waits(8, 4), torch.randn(SAMPLES, 8)
+    pacer = Pacer()
+    pacer.follow(model, Times(), [(p, 0.5) for p in model.parameters()])
+    pacer.start(1.0)
+    begun = clock.now
+    model(inputs)
+    assert clock.now - begun == pytest.approx(5.0 + 0.25 * SAMPLES)  # the wait, and the pass besides
+    assert pacer.late_share == 0.0
+
+
 def test_gradients_of_paced_passes_are_the_same(clock: Clock) -> None:
     torch.manual_seed(0)
     model, inputs = mlp(8, 16, 4), torch.randn(SAMPLES, 8)

@@ -138,3 +138,11 @@ def test_what_the_kernel_tells(sleeper: subprocess.Popen[bytes]) -> None:
     assert own.runs
     assert own.ticks > 0
     assert usage_of(2**22 + 1) is None
+
+
+def test_a_launcher_that_did_not_look_for_long_blames_no_rank(scene: Scene) -> None:
+    """It was stopped itself, and so maybe were the ranks: their silence counts from then on."""
+    assert scene.after(0.4) == set()
+    scene.now += 5.0
+    assert scene.after(0.8) == set()
+    assert scene.after(0.5) == {0, 1}

@@ -153,3 +153,15 @@ def test_who_came_too_late_is_left_out_without_a_word(membership: Membership, st
     membership.withdraw()
     assert [*membership.members, membership.forming] == [1, 2, False]
     assert store[LATEST] == "2"
+
+
+def test_a_restart_from_a_later_step_than_the_last_heartbeat_lost_none(membership: Membership) -> None:
+    failures = [
+        (1, CARDS[1].id, RankFailure(1, "SIGKILL", "killed")),
+        (2, CARDS[2].id, RankFailure(2, "X", "x")),
+    ]
+    membership.ended(failures[:1], 7, 4)
+    assert [loss.steps_lost for loss in membership.losses] == [3]
+    membership.recovered()
+    membership.ended(failures[1:], 3, 4)  # heartbeats are older than checkpoints
+    assert [loss.steps_lost for loss in membership.losses] == [3, 0]

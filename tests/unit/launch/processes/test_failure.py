@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from hetexp.launch.processes.failure import RankFailure
+from hetexp.launch.processes.failure import RankFailure, first_cause
 
 
 def raised(error: Exception) -> RankFailure:
@@ -48,3 +48,12 @@ def test_what_is_no_traceback_ends_in_its_last_line() -> None:
     text = "End of its log:\none\ntwo\nkilled by SIGKILL; the last it said: two"
     assert RankFailure(0, "SIGKILL", text).reason == "killed by SIGKILL; the last it said: two"
     assert RankFailure(0, "ConfigError", "").reason == "ConfigError"
+
+
+def test_the_first_cause_is_of_a_rank_that_lost_no_peer() -> None:
+    noticed = RankFailure(0, "PeerLostError", "rank 1 is gone", peer_lost=True, time=1.0)
+    cause = RankFailure(1, "KeyError", "'weights'", time=2.0)
+    later = RankFailure(2, "KeyError", "'weights'", time=3.0)
+    assert first_cause([noticed, later, cause]) is cause
+    also = RankFailure(3, "PeerLostError", "rank 1 is gone", peer_lost=True, time=0.5)
+    assert first_cause([noticed, also]) is also

@@ -164,6 +164,17 @@ def test_given_ranges_are_kept_and_checked() -> None:
         assign_stages(plan_of([None] * 3), pipeline(3), Equal(), layers(2), None)
 
 
+def test_a_card_has_less_room_for_tensors_than_memory() -> None:
+    """Driver, workspaces and fragmentation take their part."""
+    plan = plan_of([1.0, 1.0])
+    cards = [replace(device, backend="cuda", vendor="nvidia") for device in plan.devices]
+    heavy = layers(4, weight=50 * MIB)  # 400 MiB for each, of the 1,024 that CPUs have
+    assert assign_stages(plan, pipeline(2), Profiled(), heavy, known(plan, 0.01, 0.01)).step_seconds
+    of_cards = replace(plan, devices=tuple(cards))
+    with pytest.raises(ConfigError, match="no cut fits the devices' memory"):
+        assign_stages(of_cards, pipeline(2), Profiled(), heavy, known(of_cards, 0.01, 0.01))
+
+
 def test_groups_that_the_planner_chooses() -> None:
     """Devices 0 and 2 each hold half of the model, device 1 all of it."""
     plan = plan_of([0.8, 1.6, 0.8])

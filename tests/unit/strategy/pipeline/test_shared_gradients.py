@@ -106,6 +106,22 @@ def test_what_takes_part_nowhere_keeps_no_gradient(each: Any) -> None:
         assert each(wire, one) == [["weight"]] * 3
 
 
+@pytest.mark.parametrize("bad", [None, 2])
+def test_all_ranks_agree_on_the_norm_and_on_what_is_finite(each: Any, bad: int | None) -> None:
+    """The norm is that of one device's gradient: each parameter counts once."""
+
+    def one(shared: SharedGradients, state: TrainState) -> tuple[bool, float | None]:
+        give(state)
+        shared.sum()
+        return shared.agree(state.rank != bad, wants_norm=True)
+
+    weight = sum((own(rank, "weight") for rank in range(3)), torch.zeros(LENGTH))
+    whole = torch.cat([weight, own(0, "bias") + own(2, "bias"), own(1, "own")])
+    for finite, norm in each("float32", one):
+        assert finite == (bad is None)
+        assert norm == pytest.approx(float(whole.norm()), rel=1e-6)
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_what_a_wire_loses_comes_in_a_later_step(each: Any, wire: Wire) -> None:
     rounds = 40

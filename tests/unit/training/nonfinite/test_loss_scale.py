@@ -566,3 +566,19 @@ def test_the_fixture_gives_what_was_asked_for(make_state: MakeState) -> None:
     state = make_state(SoloCommunicator(), precisions=("float16",))
     assert (state.precision, state.dtype) == ("float16", torch.float32)
     assert SimpleNamespace(**state.plan.config["trainer"]).max_steps == 3
+
+
+def test_the_scale_stays_a_number_of_float32() -> None:
+    scale = LossScale(LossScale.LARGEST, LossScale.GROWTH_INTERVAL - 1)
+    assert scale.update(True)
+    assert scale.value == torch.tensor(scale.value).item() == LossScale.LARGEST
+
+
+def test_sparse_gradients_are_unscaled_beside_dense_ones() -> None:
+    dense, sparse = (
+        torch.tensor([4.0, -8.0]),
+        torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([[4.0, 12.0]]), (3, 2)),
+    )
+    LossScale(4.0).unscale([dense, sparse])
+    assert dense.tolist() == [1.0, -2.0]
+    assert sparse.to_dense().tolist() == [[0.0, 0.0], [1.0, 3.0], [0.0, 0.0]]
