@@ -33,6 +33,8 @@ from hetexp.data.streams.random_numbers import (
 
 AGAIN = 16
 """Samples before a position that are read again and compared, fewer if a walk has just begun."""
+NEAR = 64
+"""Samples that are soon read from the first one on, rather than trust fewer than `AGAIN` compared ones."""
 COMPARED = 4096
 """Most elements of a tensor that are compared."""
 MARKS = 64
@@ -72,14 +74,18 @@ class Marks:
         return self._marks.get((epoch, offset))
 
     def find(self, epoch: int, offset: int) -> Mark | None:
-        """Return a mark from which `AGAIN` samples are read again, or as many as the marks allow."""
+        """Return a mark from which `AGAIN` samples are read again, or as many as the marks allow.
+
+        Near the epoch's start these must be `AGAIN`: one sample or two may be equal by chance, although a
+        shuffle buffer was lost.
+        """
         mark = self._marks.get((epoch, offset))
         while mark is not None and len(mark.digests) < AGAIN:
             before = self._marks.get((epoch, mark.start - len(mark.lead)))
             if before is None:
                 break
             mark = replace(before, digests=before.digests + mark.lead + mark.digests)
-        return mark
+        return None if mark is not None and offset < NEAR and len(mark.digests) < AGAIN else mark
 
 
 class Pass:

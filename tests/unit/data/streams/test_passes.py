@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
@@ -99,6 +99,7 @@ def walked(
     return batches, position
 
 
+@example(count=4, size=1, steps=3, buffer=1, drop_last=False)
 @settings(deadline=None, max_examples=60)
 @given(
     count=st.integers(2, 90),
