@@ -63,6 +63,8 @@ class Pacer:
         self._num_models = 0
         self._shortest = math.inf
         self._modelled = self._late = 0.0
+        self._modelled_before = 0.0
+        """Modelled seconds before the last `start`."""
         self._samples = 0
         self._phase = ""
         self._started = self._allowed = self._slept = 0.0
@@ -97,8 +99,9 @@ class Pacer:
 
     @property
     def modelled_seconds(self) -> float:
-        """Modelled seconds of all phases since pacing started."""
-        return self._modelled / self.time_scale if self.time_scale else 0.0
+        """Modelled seconds of all paced phases."""
+        running = self._modelled / self.time_scale if self.time_scale else 0.0
+        return self._modelled_before + running
 
     def needed_scale(self, margin: float) -> float:
         """Return the smallest scale at which the phases since `start` are late by `ACCEPTED_LATE` at most.
@@ -127,6 +130,7 @@ class Pacer:
         if backward and self._arrivals and self._num_models == 1:
             work, modelled = backward[-1]
             self._left = [(work - until) / modelled for until in self._arrivals]
+        self._modelled_before = self.modelled_seconds
         self.time_scale = time_scale
         self._updating = False
         self._modelled = self._late = 0.0

@@ -54,6 +54,21 @@ def calibrate_time_scale(
     return scale
 
 
+def raise_time_scale(state: TrainState, step: int) -> None:
+    """Slow the pace down at the first log line, if the steps until then show that this machine needs it.
+
+    A rehearsal of seconds may fall into a moment in which the machine is quick. The steps until the first
+    line count for no result (`Totals.after_warmup`). All ranks call it, with each line.
+    """
+    config = state.config
+    if state.time_scale is None or config.hardware.time_scale is not None or step != config.trainer.log_every:
+        return
+    needed = _slowest(state, 0.0)
+    if needed > state.time_scale:
+        state.time_scale = needed
+        _start_pacing(state, needed)
+
+
 def _slowest(state: TrainState, links: float) -> float:
     """Return the smallest scale that no rank's passes outrun, nor its links."""
     needed = torch.tensor([max(state.backend.rehearsal_scale() or 0.0, links)], dtype=torch.float64)
