@@ -113,6 +113,9 @@ class CommHook:
     def start(self, time_scale: float) -> None:
         """Pace every bucket from now on; forget the warm-up."""
 
+    def change_pace(self, time_scale: float) -> None:
+        """Pace every bucket in another way from now on, in the midst of a training."""
+
     def close(self, seconds: float | None = None) -> bool:
         """End the hook's threads; buckets that are under way are exchanged first, or fail.
 

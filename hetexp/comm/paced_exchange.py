@@ -87,10 +87,13 @@ class PacedExchange(Averaging):
         return self.late_seconds / self.modelled_seconds if self.modelled_seconds else 0.0
 
     def start(self, time_scale: float) -> None:
+        self.change_pace(time_scale)
+        self.forget()
+
+    def change_pace(self, time_scale: float) -> None:
         self.time_scale = time_scale
         self.late_seconds = self.modelled_seconds = 0.0
         self.link_seconds.clear()
-        self.forget()
 
     def close(self, seconds: float | None = None) -> bool:
         self._sending.put(None)

@@ -25,7 +25,7 @@ from hetexp.optimizer.schedule import ClassSchedule
 from hetexp.training.engine import StepResult
 from hetexp.training.loss import LabelError
 from hetexp.training.measuring.timer import StepTimer, Totals
-from hetexp.training.measuring.warmup_calibration import raise_time_scale
+from hetexp.training.measuring.warmup_calibration import settle_time_scale
 from hetexp.training.nonfinite.loss_scale import NonFiniteError
 from hetexp.training.nonfinite.search import explain
 from hetexp.training.nonfinite.wrong_index import explained, named
@@ -481,7 +481,7 @@ class MetricsWindow:
         totals.global_samples += self._samples
         totals.steps += self.num_steps
         totals.start = totals.start or replace(totals)
-        raise_time_scale(self.state, progress.step)
+        settle_time_scale(self.state, progress.step)
         self._loss_sum, self._seconds, self._local_count, self._samples, self.num_steps = 0.0, 0.0, 0.0, 0, 0
         return loss
 

@@ -18,6 +18,8 @@ from hetexp.training.state import Progress, TrainState
 
 WARMUP_STEPS, PACED_STEPS = 4, 4
 """Steps at full speed, and then at the pace that these allow."""
+FAR_BELOW = 0.85
+"""A needed pace ÷ the rehearsed one below which a training gets quicker."""
 COLD_STEPS = 2
 """Steps of a new process that are slower than later ones, where an earlier process or run found a pace."""
 
@@ -54,19 +56,23 @@ def calibrate_time_scale(
     return scale
 
 
-def raise_time_scale(state: TrainState, step: int) -> None:
-    """Slow the pace down at the first log line, if the steps until then show that this machine needs it.
+def settle_time_scale(state: TrainState, step: int) -> None:
+    """Choose the pace again at the first log line, by the steps until then.
 
-    A rehearsal of seconds may fall into a moment in which the machine is quick. The steps until the first
-    line count for no result (`Totals.after_warmup`). All ranks call it, with each line.
+    A rehearsal of seconds may fall into a moment in which the machine is quick or busy. The steps until the
+    first line count for no result (`Totals.after_warmup`). All ranks call it with each line.
     """
-    config = state.config
+    config, links = state.config, state.engine.paced_links
     if state.time_scale is None or config.hardware.time_scale is not None or step != config.trainer.log_every:
         return
-    needed = _slowest(state, 0.0)
-    if needed > state.time_scale:
+    if any(link is not state.hook for link in links):  # another strategy's, which has times of its own
+        return
+    needed = _slowest(state, state.hook.real_ratio() * SCALE_MARGIN)
+    if not FAR_BELOW * state.time_scale <= needed <= state.time_scale:
         state.time_scale = needed
-        _start_pacing(state, needed)
+        state.communicator.barrier()
+        state.backend.start_pacing(needed)
+        state.hook.change_pace(needed)
 
 
 def _slowest(state: TrainState, links: float) -> float:
