@@ -226,12 +226,13 @@ def test_names_of_hetexp_are_no_way_around(
 ) -> None:
     """Only the classes that a reading command needs are built, not all that hetexp has."""
     bad = planted(marker, target) | {"path": str(marker), "make": planted(marker), "node": planted(marker)}
-    within = {
+    within: dict[str, Any] = {
         "strategy": STRATEGY | {"bucket_cap_mb": bad},
         "model": MODEL | {"hidden_sizes": [bad]},
         "data": DATA | {"num_samples": {"deep": [bad]}},
     }
-    for number, sections in enumerate(({"strategy": bad, "model": bad, "data": bad}, within)):
+    everywhere: dict[str, Any] = {"strategy": bad, "model": bad, "data": bad}
+    for number, sections in enumerate((everywhere, within)):
         run = stored(tmp_path / str(number), **sections)
         told = screen_of(capsys, 2 if command == "harvest" else 0, *words_of(command, run))
         assert "must be a class of hetexp or of a package that you trust" in told
