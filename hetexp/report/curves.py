@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,7 @@ def points(run: RunRecord) -> list[Point]:
         eval_loss = line.get("eval/loss")
         if "step_seconds" not in line and eval_loss is None:
             continue
-        values = _by_device(line)
+        values, scale = _by_device(line), _scale(run, line)
         result.append(
             Point(
                 step=line["step"],
@@ -37,13 +37,18 @@ def points(run: RunRecord) -> list[Point]:
                 eval_loss=eval_loss,
                 shares=values["share"],
                 device_speeds={
-                    device: speed * run.scale for device, speed in values["samples_per_second"].items()
+                    device: speed * scale for device, speed in values["samples_per_second"].items()
                 },
                 device_train_losses=values["train_loss"],
                 device_eval_losses=values["eval_loss"],
             )
         )
     return result
+
+
+def _scale(run: RunRecord, line: Mapping[str, Any]) -> float:
+    """Return the real seconds of a modelled one in a log line, after the first of which they may change."""
+    return float(line.get("time_scale") or run.scale)
 
 
 def _marks(run: RunRecord) -> list[tuple[int, float, float]]:
@@ -56,7 +61,7 @@ def _marks(run: RunRecord) -> list[tuple[int, float, float]]:
     in_window = first["samples_per_second"] * first["step_seconds"] * (first["step"] - step)
     marks = [(step, max(first["train/samples"] - in_window, 0.0) if step else 0.0, 0.0)]
     for line in lines:
-        seconds += (line["step"] - step) * line["step_seconds"] / run.scale
+        seconds += (line["step"] - step) * line["step_seconds"] / _scale(run, line)
         step = line["step"]
         marks.append((step, float(line["train/samples"]), seconds))
     return marks

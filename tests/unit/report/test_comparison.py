@@ -262,6 +262,18 @@ def test_energy_is_of_the_samples_that_drew_it(runs: Runs) -> None:
     assert runs.compared().variants[0].joules_per_sample is None
 
 
+def test_each_line_has_the_pace_of_its_time(runs: Runs) -> None:
+    made = runs.add(speed=100, scale=10.0)
+    first, *rest = map(json.loads, (made / "metrics.jsonl").read_text().splitlines())
+    slow = {"step_seconds": 2 * first["step_seconds"], "device/emulated:0/samples_per_second": 5.0}
+    lines = [json.dumps(line) for line in (first | slow | {"time_scale": 20.0}, *rest)]
+    (made / "metrics.jsonl").write_text("\n".join(lines))
+    (run,) = read_runs([made])
+    trained = [point for point in points(run) if point.train_loss is not None]
+    assert [point.seconds for point in trained] == pytest.approx([2 * BATCH / 100, 4 * BATCH / 100])
+    assert trained[0].device_speeds["emulated:0"] == pytest.approx(100.0)
+
+
 def test_an_evaluation_between_two_lines_lies_between_them(runs: Runs) -> None:
     made = runs.add(speed=100, scale=10.0)
     with (made / "metrics.jsonl").open("a") as file:
