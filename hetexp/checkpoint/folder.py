@@ -280,6 +280,10 @@ def _read_state(path: Path) -> dict[str, Any]:
         ) from error
     if lacking:
         raise CheckpointError(f"`resume` must name a checkpoint of hetexp, but '{path}' lacks {lacking[0]}.")
+    if not isinstance(described["step"], int):
+        raise CheckpointError(
+            f"`resume` must name a checkpoint of hetexp, but the step of '{path}' is no number."
+        )
     return dict(described)
 
 
