@@ -46,7 +46,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "most flat files in a folder": (20, FLAT_FILES),
     "lines of the longest function": (86, None),
     "lines of the longest file": (617, None),
-    "lines in all": (77_060, 61_000),
+    "lines in all": (77_070, 61_000),
 }
 """The most that `--check` lets pass, and what the package is to reach.
 

@@ -61,9 +61,9 @@ LEAST_EXTRA_SECONDS = 1.0
 MOST_OF_SHARE = 2.0
 """Largest measured size ÷ the likely share: shares move, and a curve is extrapolated from there."""
 WARM_STEPS, JOINT_STEPS = 3, 8
-STEADY_PASSES, STEADY_OF_SHARE, STEADY_STEPS = 1, 1.25, (1, 2)
-"""The same where passes always take the same time, as an emulated card's do: passes of any size, largest size
-÷ likely share, and joint steps (not timed, timed)."""
+STEADY_PASSES, STEADY_OF_SHARE, STEADY_STEPS = 2, 1.25, (1, 3)
+"""The same where passes always take the same time, as an emulated card's do: passes of a size, largest size ÷
+likely share, and joint steps (not timed, timed). The quickest pass of a size counts."""
 SMALL_BYTES, LARGE_BYTES = 2**16, 2**24
 """Messages whose times separate an all-reduce's latency from its rate."""
 
@@ -138,13 +138,13 @@ def _measure_passes(state: TrainState, scale: float) -> _Passes:
     passes = _Passes([], [], [])
     first = _first_size(state, batch, max(1, total // (4 * state.plan.world_size)), scale)
     # No other rank waits for this one while it tries sizes, so it may fail and go on.
-    steady = state.backend.steady
-    while not _time_if_it_fits(state, batch, first, passes, scale, STEADY_PASSES if steady else FIRST_PASSES):
+    while not _time_if_it_fits(state, batch, first, passes, scale, FIRST_PASSES):
         first //= 2
     speeds = torch.zeros(state.plan.world_size, dtype=torch.float64)
     speeds[state.rank] = first / statistics.median(seconds for _, seconds in passes.points)
     speeds = state.communicator.all_reduce(speeds)
     likely = total * float(speeds[state.rank] / speeds.sum())
+    steady = state.backend.steady
     largest = min(total, max(4, round((STEADY_OF_SHARE if steady else MOST_OF_SHARE) * likely)))
     largest = min(largest, state.microbatch_size or largest)
     began = time.perf_counter()
@@ -157,7 +157,9 @@ def _measure_passes(state: TrainState, scale: float) -> _Passes:
             passes.most = max([first, *fits])
             break
         fits.append(size)
-    if steady:
+    if steady:  # a pass that this machine was late with is longer than the emulated card's
+        ordered = sorted(passes.points, reverse=True)
+        passes.points = list(dict(ordered).items())
         return passes
     for size in reversed(fits):
         _measure_more(state, batch, size, passes, scale)
