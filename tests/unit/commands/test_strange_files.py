@@ -213,17 +213,22 @@ def report(runs: list[Path], place: Path, reads: Callable[..., int]) -> None:
             reads("report", str(run), "--output", str(place / "out"))
 
 
+def monitor(run: Path) -> None:
+    """Read a run as the monitor does."""
+    watch = RunWatch(run)
+    watch.look()
+    for device, _ in watch.devices:
+        watch.modelled(device)
+    watch.close()
+
+
 @fuzzed
 def test_plan(data: st.DataObject, place: Path, reads: Callable[..., int]) -> None:
     runs = strange(data, place, "plan.json")
     report(runs, place, reads)
     for run in runs:
         reads("diagram", str(run), "--format", "mmd", "--output", str(place / "out"))
-        watch = RunWatch(run)
-        watch.look()
-        for device, _ in watch.devices:
-            watch.modelled(device)
-        watch.close()
+        monitor(run)
 
 
 @fuzzed
@@ -238,11 +243,7 @@ def test_metrics(data: st.DataObject, place: Path, reads: Callable[..., int]) ->
     for run in runs:
         path = run / "metrics.jsonl"
         assert all(isinstance(row, dict) for row in [*all_rows(path), *last_rows(path, 1000)])
-        watch = RunWatch(run)
-        watch.look()
-        for device, _ in watch.devices:
-            watch.modelled(device)
-        watch.close()
+        monitor(run)
 
 
 @fuzzed
