@@ -158,8 +158,8 @@ def _measure_passes(state: TrainState, scale: float) -> _Passes:
             break
         fits.append(size)
     if steady:  # a pass that this machine was late with is longer than the emulated card's
-        ordered = sorted(passes.points, reverse=True)
-        passes.points = list(dict(ordered).items())
+        tried = {size for size, _ in passes.points}
+        passes.points = [(size, min(s for n, s in passes.points if n == size)) for size in sorted(tried)]
         return passes
     for size in reversed(fits):
         _measure_more(state, batch, size, passes, scale)
