@@ -76,13 +76,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply({})
 
     def do_POST(self) -> None:
-        told = json.loads(self._body())
+        given = json.loads(self._body())
         if self.path.startswith("/graphql"):
-            data = self.server.answer(told)
+            data = self.server.answer(given)
             self._reply({"data": data} if data is not None else {"errors": [{"message": "no"}]}, data is None)
             return
         run_id = self.path.split("/")[-2]
-        lines = told.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
+        lines = given.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
         self.server.history.setdefault(run_id, []).extend(map(json.loads, lines))
         self._reply({})
 

@@ -187,8 +187,8 @@ def test_who_reaches_the_store_steers_nothing(tmp_path: Path, method: str) -> No
         before = run.steps()
         wait_for(lambda: run.steps() > before + 50 or run.process.poll() is not None, "50 more steps")
         assert run.process.poll() is None, run.screen
-        told = " ".join(run.screen.split())
-        assert told.count("`request/1` in the run's store must be signed by the run, but is not") == 1
+        text = " ".join(run.screen.split())
+        assert text.count("`request/1` in the run's store must be signed by the run, but is not") == 1
         if method == "subprocess":
             secrets = {rank.environ()[RUN_SECRET] for rank in run.ranks()}
         assert main_control([str(run.run_dir), "checkpoint"]) == 0

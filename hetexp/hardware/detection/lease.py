@@ -1,12 +1,12 @@
 """Leases of cards for runs. A lease is a locked file, so that it ends with its owner in any case.
 
-Each user has a folder of leases beside other temporary files. Nobody else can write there, and all users read
-the folders of all. A run publishes its lease first and looks for other leases of the card afterwards: of two
-runs that take a card at the same time, one at least sees the other and gives its lease back. So nobody writes
-a file of another user, follows a link, or waits for a lock that another user could keep.
+Each user has a folder of leases beside other temporary files. No other user can write there, and all users
+read the folders of all. A run publishes its lease first and looks for other leases of the card afterwards: of
+two runs that take a card at the same time, one at least sees the other and gives its lease back. So no run
+writes a file of another user, follows a link, or waits for a lock that another user could keep.
 
-A user can still say that a card is taken which nobody uses, but only under the own name. Who starts with
-another `TMPDIR` neither sees these leases nor is seen.
+A user can still claim a card without using it, but only under the own name. Who starts with another `TMPDIR`
+neither sees these leases nor is seen.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Lease:
 
     file: Path
     uid: int
-    """Number of its user, whom nobody else can imitate."""
+    """Number of its user, whom no other user can imitate."""
     note: dict[str, Any]
     """Its `owner`, the run's folder, and its `pid`."""
 

@@ -104,9 +104,9 @@ def test_nothing_is_loaded_from_a_folder_that_others_may_write(
     (home if place == "home" else home / "cache").chmod(0o777)
     assert native.library() is None
     assert not ran.exists()
-    (told,) = caplog.messages
-    assert "must be writable by you alone, but belongs to user" in told
-    assert "mode 777" in told
+    (text,) = caplog.messages
+    assert "must be writable by you alone, but belongs to user" in text
+    assert "mode 777" in text
 
 
 @needs_root

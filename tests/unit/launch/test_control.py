@@ -103,10 +103,10 @@ def test_the_order_of_another_user_does_not_count(run: Path, monkeypatch: pytest
         else:
             monkeypatch.setattr(os, "getuid", lambda: NOBODY)
             assert server.commands() == []
-        told = json.loads((folder / "aaaaaaa1.answer.json").read_text())
+        answer = json.loads((folder / "aaaaaaa1.answer.json").read_text())
         (folder / "aaaaaaa1.answer.json").unlink()
-    assert not told["done"]
-    assert "the run's own user" in told["text"]
+    assert not answer["done"]
+    assert "the run's own user" in answer["text"]
 
 
 def test_orders_that_nobody_takes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

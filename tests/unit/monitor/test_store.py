@@ -164,8 +164,8 @@ class TestHistory:
         monkeypatch.setattr(CursorResult, "all", counted)
         for view, points in VIEWS:
             counts.clear()
-            told = store.history(START, START + 3600, view)
-            assert sum(len(one.times) for one in told) == points
+            history = store.history(START, START + 3600, view)
+            assert sum(len(one.times) for one in history) == points
             assert counts == [8, points]  # the devices, then their points
 
     def test_of_no_time_is_empty(self, filled: Store) -> None:

@@ -39,9 +39,9 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", started)
     store = Store(f"sqlite:///{tmp_path / 'lab.sqlite'}")
-    told: list[dict[str, Any]] = []
-    made = Jobs(store, told.append, tmp_path, stop_seconds=0.5)
-    made.told, made.store = told, store  # type: ignore[attr-defined]
+    sent: list[dict[str, Any]] = []
+    made = Jobs(store, sent.append, tmp_path, stop_seconds=0.5)
+    made.told, made.store = sent, store  # type: ignore[attr-defined]
     yield made
     for row in store.trainings():
         if row["pid"] is not None and alive(Path(row["run_dir"])):

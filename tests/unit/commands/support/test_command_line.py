@@ -234,8 +234,8 @@ def test_names_of_hetexp_are_no_way_around(
     everywhere: dict[str, Any] = {"strategy": bad, "model": bad, "data": bad}
     for number, sections in enumerate((everywhere, within)):
         run = stored(tmp_path / str(number), **sections)
-        told = screen_of(capsys, 2 if command == "harvest" else 0, *words_of(command, run))
-        assert "must be a class of hetexp or of a package that you trust" in told
+        text = screen_of(capsys, 2 if command == "harvest" else 0, *words_of(command, run))
+        assert "must be a class of hetexp or of a package that you trust" in text
         assert not marker.exists()
 
 
@@ -265,8 +265,8 @@ def test_a_class_of_the_schedule_is_not_built(
         content = json.loads(state.read_text())
         content["extra"]["config"]["trainer"]["schedule"] = planted(marker)
         rewrite(state, json.dumps(content))
-    told = screen_of(capsys, 0, *words_of("merge", run))
-    assert "Nothing is evaluated" not in told
+    text = screen_of(capsys, 0, *words_of("merge", run))
+    assert "Nothing is evaluated" not in text
     assert not marker.exists()
 
 
@@ -297,9 +297,9 @@ def test_nothing_is_written_into_another_users_folder(
     export = ["export", str(run), "--output", str(out)]
     merge = ["merge", str(run), str(run / "checkpoints")]
     for words in (export, merge):
-        told = screen_of(capsys, 2, *words)
-        assert refusal in told
-        assert "add --trust-owner" in told
+        text = screen_of(capsys, 2, *words)
+        assert refusal in text
+        assert "add --trust-owner" in text
         assert screen_of(capsys, 0, *words, "--trust-owner", user)
 
 

@@ -142,10 +142,10 @@ def test_two_users_do_not_take_the_same_card(shared: Path) -> None:
 
     with stranger(run) as pid:
         user = pwd.getpwuid(NOBODY).pw_name
-        told = f"the run /home/other/outputs/run (process {pid} of {user})"
-        assert holder(CARD) == told
+        text = f"the run /home/other/outputs/run (process {pid} of {user})"
+        assert holder(CARD) == text
         assert held_by_others() == {"GPU-8932f937"}
-        with pytest.raises(SetupError, match=re.escape(f"is held by {told}. Wait for it")):
+        with pytest.raises(SetupError, match=re.escape(f"is held by {text}. Wait for it")):
             Leases([OTHER, CARD], "outputs/two").__enter__()
         assert holder(OTHER) is None
         with Leases([OTHER], "outputs/two"), stranger(lambda: Leases([CPU], "outputs/three").__enter__()):
@@ -256,9 +256,9 @@ def test_a_note_of_another_user_is_only_words(shared: Path, note: str) -> None:
         return file
 
     with stranger(hold):
-        told = str(holder(CARD))
-        assert pwd.getpwuid(NOBODY).pw_name in told
-        assert told.isprintable()
+        text = str(holder(CARD))
+        assert pwd.getpwuid(NOBODY).pw_name in text
+        assert text.isprintable()
         assert owners() == []
 
 
@@ -300,9 +300,9 @@ def test_another_user_cannot_stop_the_choice_of_cards(
         return context
 
     with stranger(choose) as pid, choosing(), Leases([CARD], "outputs/one"):
-        (told,) = caplog.messages
-        assert f"process {pid} of" in told
-        assert "is not waited for any longer" in told
+        (text,) = caplog.messages
+        assert f"process {pid} of" in text
+        assert "is not waited for any longer" in text
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,8 @@ def test_a_member_goes_and_its_device_comes_back(membership: Membership, store: 
     assert plan.local_batch_sizes == (6, 6)
     assert plan.store_port == 1234
     assert membership.take_report() is None
-    told = {"step": 17, "donor": 1, "seconds": 0.1, "steps_lost": 0, "way": "in process"}
-    store.write(reformed_key(1), json.dumps(told))
+    facts = {"step": 17, "donor": 1, "seconds": 0.1, "steps_lost": 0, "way": "in process"}
+    store.write(reformed_key(1), json.dumps(facts))
     assert (membership.take_report() or {})["step"] == 17
     assert membership.take_report() is None  # once
     (loss,) = membership.unreported()
